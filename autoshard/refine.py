@@ -144,7 +144,8 @@ def different(
         return sorted(fitting, key=lambda solution: solution.cost)
 
     textbook = by_cost(filter(None, solutions_of(formulation).values()))
-    overlapping = by_cost(_overlapping(formulation, options, formulated)) if options.refine > 2 else []
+    overlaps = options.refine > 2 and formulation.least is None  # options of another part are numbered otherwise
+    overlapping = by_cost(_overlapping(formulation, options, formulated)) if overlaps else []
     others = by_cost([*textbook[1:], *_otherwise(formulation, best, options)])
     found = {_figures(formulation, best): best}
     for solution in [*textbook[:1], *overlapping, *others]:
@@ -160,7 +161,8 @@ def _overlapping(
     with contextlib.suppress(SolverError):
         choice = solve_within(hiding, options.time_limit).choice
         cost, _ = verify(formulation.problem, choice)
-        yield Solution(choice, cost, bound=0.0, status="feasible")
+        if math.isfinite(cost):
+            yield Solution(choice, cost, bound=0.0, status="feasible")
 
 
 def _figures(formulation: Formulation, solution: Solution) -> tuple:

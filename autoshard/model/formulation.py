@@ -77,6 +77,7 @@ class Formulation:
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
     least: float | None = None  # where it offers a part of all strategies: seconds that no choice of all goes below
     restrictions: tuple[str, ...] = ()  # what plans say of options that were taken away
+    is_late: bool = False  # whether the clock took them away
 
     def copied_for(self, value: Value, choice: Sequence[int]) -> Readers:
         """Whom the copy is for that several readers of a value share; None: for all."""
