@@ -114,7 +114,7 @@ def checked(
         if before is not None and others is None and made is not plan:
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
-            if options.cache is not None and (group is None or group.leads):
+            if options.cache is not None and not made.is_late and (group is None or group.leads):
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
     if is_over(plan, options.memory):
@@ -239,7 +239,8 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
     if found is not None:
         return replace(found, comparison=comparison_of(program, rules, options))
     made = _solved_with_sequences(program, rules, options, jit_keywords)
-    keep(options.cache, key, made)
+    if not made.is_late:
+        keep(options.cache, key, made)
     return made
 
 

@@ -140,11 +140,12 @@ def different(
     limit = formulation.problem.limit * options.backend.usable
 
     def by_cost(solutions: Iterable[Solution]) -> list[Solution]:
-        fitting = (solution for solution in solutions if fits(formulation.peak_bytes(solution.choice), limit))
+        fitting = (solution for solution in solutions if fits(formulation.accepted_peak(solution.choice), limit))
         return sorted(fitting, key=lambda solution: solution.cost)
 
     textbook = by_cost(filter(None, solutions_of(formulation).values()))
-    overlapping = by_cost(_overlapping(formulation, options, formulated)) if options.refine > 2 else []
+    overlaps = options.refine > 2 and formulation.least is None  # options of another part are numbered otherwise
+    overlapping = by_cost(_overlapping(formulation, options, formulated)) if overlaps else []
     others = by_cost([*textbook[1:], *_otherwise(formulation, best, options)])
     found = {_figures(formulation, best): best}
     for solution in [*textbook[:1], *overlapping, *others]:
@@ -160,7 +161,8 @@ def _overlapping(
     with contextlib.suppress(SolverError):
         choice = solve_within(hiding, options.time_limit).choice
         cost, _ = verify(formulation.problem, choice)
-        yield Solution(choice, cost, bound=0.0, status="feasible")
+        if math.isfinite(cost):
+            yield Solution(choice, cost, bound=0.0, status="feasible")
 
 
 def _figures(formulation: Formulation, solution: Solution) -> tuple:

@@ -69,6 +69,20 @@ def test_what_is_compared_differs_and_fits():
     assert found[0].status == "optimal" and found[-1].status == "feasible"
 
 
+def test_a_part_is_not_compared_with_another_one():
+    """Options of two parts of a problem are numbered each in its own way."""
+    asked = options(refine=3)
+    program = trace(step, (WEIGHTS, BATCH), {}, donate_argnums=0)
+    part = replace(planning.formulated(program, rules_for(program), asked), least=0.0)
+
+    def formulated(_):
+        raise AssertionError("the whole is formulated again")
+
+    assert refine.different(part, solve_within(part, 10), asked, formulated)
+    with pytest.raises(AssertionError, match="formulated again"):
+        refine.different(replace(part, least=None), solve_within(part, 10), asked, formulated)
+
+
 def test_a_textbook_comes_second_and_then_the_cheapest(monkeypatch):
     monkeypatch.setattr(refine, "MUCH_HIDDEN", {})
     formulation, (best, textbook, *others) = candidates(refine=5)

@@ -41,9 +41,9 @@ def arguments(width=64, batch=1024):
     return {"weights": weights, "momentum": weights}, {"x": array(batch, width), "y": array(batch, width)}
 
 
-def planned(**options) -> Plan:
+def planned(batch=1024, **options) -> Plan:
     options = {"mesh": MESH, "topology": CHIP, "donate_argnums": 0} | options
-    return autoshard.plan(mlp, *arguments(), **options)
+    return autoshard.plan(mlp, *arguments(batch=batch), **options)
 
 
 @functools.cache
@@ -238,3 +238,12 @@ def test_another_signature_says_what_changes():
     planted = replace(first.arguments[0], layout=(("data",),))
     remark = signature_remark(second, replace(first, arguments=(planted, *first.arguments[1:])))
     assert "1 arrays of state lie otherwise" in remark and planted.name in remark and "like=" in remark
+
+
+def test_a_limit_that_is_small_beside_the_chips_own_memory():
+    """Temporaries lie on the chip. So the plan fits, however much they hold, and so does one near it."""
+    plan = planned(batch=8192, topology="v5e:2x4", memory=3e6)
+    asked = plan.what_if(fixed={"params/momentum/up": P(None, "model")})
+    assert max(plan.predicted.peak_bytes, asked.predicted.peak_bytes) < 3e6
+    reasons = " ".join(plan.explain("weights/up").reasons)
+    assert "Memory forces nothing" in reasons

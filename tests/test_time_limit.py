@@ -184,11 +184,21 @@ def test_the_clock_ends_formulating_with_a_plan(pricing_clock, monkeypatch, shap
     assert plan(0.5 * LIMIT / groups).dumps() == whole.dumps(), "while time suffices, the clock changes nothing"
 
 
-def test_one_axis_is_formulated_whole(pricing_clock):
+@pytest.mark.parametrize("devices", [8, 1])
+def test_one_axis_is_formulated_whole(pricing_clock, devices):
     """No part of it is smaller."""
     pricing_clock.per_group = LIMIT
-    how = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x"), "time_limit": LIMIT}
+    how = {"mesh": mesh_of({"x": devices}), "topology": slow_chips("x"), "time_limit": LIMIT}
     assert not any("the time limit ended" in said for said in autoshard.plan(step, WEIGHTS, BATCH, **how).warnings)
+
+
+def test_a_plan_made_late_is_not_kept(monkeypatch, tmp_path):
+    """A quiet run plans anew, and its plan is kept."""
+    how = {"mesh": mesh_of({"x": 4, "y": 2}), "topology": slow_chips("xy"), "cache": tmp_path}
+    with monkeypatch.context() as patch:
+        patch.setattr(planning, "formulating_ends", lambda until: -math.inf)
+        assert autoshard.plan(step, WEIGHTS, BATCH, **how).is_late and not list(tmp_path.iterdir())
+    assert not autoshard.plan(step, WEIGHTS, BATCH, **how).is_late and list(tmp_path.iterdir())
 
 
 def test_a_search_that_would_formulate_late_is_left_out(monkeypatch):

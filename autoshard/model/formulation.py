@@ -37,6 +37,10 @@ from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.problem import Live, Problem
 
+# Least share of the limit at which the chip's own memory is looked at. A peak leaves out what lies there. No row of a
+# problem knows whether all temporaries do.
+ON_CHIP_SHARE = 0.05
+
 
 @dataclass(frozen=True)
 class SharedLayout:
@@ -73,6 +77,7 @@ class Formulation:
     fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
     least: float | None = None  # where it offers a part of all strategies: seconds that no choice of all goes below
     restrictions: tuple[str, ...] = ()  # what plans say of options that were taken away
+    is_late: bool = False  # whether the clock took them away
 
     def copied_for(self, value: Value, choice: Sequence[int]) -> Readers:
         """Whom the copy is for that several readers of a value share; None: for all."""
@@ -91,6 +96,22 @@ class Formulation:
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
         return int(self.in_use(choice).max())
+
+    def accepted_peak(self, choice: Sequence[int]) -> int:
+        """The peak that the memory limit is held against."""
+        return int(self.accepted_in_use(choice).max())
+
+    def accepted_in_use(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes that the memory limit is held against, per program point."""
+        return self.in_use_outside_chip(choice) if self.is_limit_small else self.in_use(choice)
+
+    @property
+    def is_limit_small(self) -> bool:
+        """Whether the limit is so small that the chip's own memory is looked at."""
+        backend, limit = self.prices.backend, self.problem.limit
+        if limit is None or not self.heap.on_chip:
+            return False
+        return backend.on_chip_bytes >= ON_CHIP_SHARE * limit * backend.usable
 
     def peak_outside_chip(self, choice: Sequence[int]) -> int:
         """The same without temporaries that lie elsewhere: in the chip's own memory, or where results will.

@@ -14,7 +14,7 @@ from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import Resharding, counted
 from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
-from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Live, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.searches.search_run import Search
@@ -41,9 +41,6 @@ LEANEST_SHARE = 0.5  # of the budget for lean choices, spent on the choice that 
 # Each limit is searched twice, for `LEAN_ITERATIONS` iterations.
 LEAN_LIMIT_FACTORS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
-# Least share of the limit at which the chip's own memory is looked at. A peak leaves out what lies there. No row of a
-# problem knows whether all temporaries do.
-ON_CHIP_SHARE = 0.05
 
 
 def solve_within(
@@ -89,20 +86,25 @@ def solve_within(
     budget = budget or Budget.of(time_limit, until)
     rounds = budget if search is None else budget.part(SEARCH_SHARE)
     reshardings: dict[Resharding, None] = {}
-    best, floor = None, math.inf
-    outside = _outside_chip(formulation, exact)
-    peak_of = formulation.peak_bytes if outside is None else formulation.peak_outside_chip
+    is_small = formulation.is_limit_small
+    best, floor = None, 0.0 if is_small else math.inf
 
     def within(choice: Sequence[int]) -> bool:
-        return fits(peak_of(choice[: len(exact.costs)]), limit)
+        return fits(formulation.accepted_peak(choice[: len(exact.costs)]), limit)
 
     how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
-    if outside is not None:
+    outside = _without(exact, formulation.heap.on_chip)
+    if is_small:
+        loosest = _without(outside, formulation.heap.buffers)  # temporaries too large for the chip may lie in results
         with contextlib.suppress(SolverError):  # the rounds say what there is
-            solution = _solved(formulation, outside, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
-            if within(solution.choice):
-                return solution
+            solution = _solved(formulation, loosest, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
             floor = solution.bound
+            if not (within(solution.choice) or budget.interrupted or len(loosest.lives) == len(outside.lives)):
+                solution = _solved(formulation, outside, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
+            if within(solution.choice):
+                return with_bound(solution, floor)
+        if budget.interrupted:
+            raise KeyboardInterrupt
     for i in range(MAX_ROUNDS):
         if i and rounds.over:
             break
@@ -118,7 +120,7 @@ def solve_within(
             bound = min(solution.bound, floor)  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
-            if outside is None and reshardings and best.gap > CLOSE_GAP:  # on a chip, some of it may not count
+            if not is_small and reshardings and best.gap > CLOSE_GAP:  # on a chip, some of it may not count
                 relaxed = replace(rounded, limit=limit + spared, checked=True)
                 best = _bounded(formulation, relaxed, reshardings, best, within, rounds, progress)
             if best.gap <= LEAN_SEARCH_GAP or budget.interrupted:
@@ -132,9 +134,9 @@ def solve_within(
         reshardings.update(dict.fromkeys(over))
         problem = rounded
     needed, free = math.inf, 0.0
-    leanest = exact if outside is None else outside
+    leanest = outside if is_small else exact
     try:
-        for solution, peak in _lean_solutions(formulation, leanest, budget, time_limit, progress, peak_of):
+        for solution, peak in _lean_solutions(formulation, leanest, budget, time_limit, progress):
             if needed == math.inf:
                 free = solution.bound  # the first is sought without a limit
             needed = min(needed, peak / usable)
@@ -171,7 +173,7 @@ def _bounded(
         try:
             part = budget.part(BOUND_SHARE)
             found = _solved(formulation, relaxed, known, part, at_least=True, gap=CLOSE_COUNTED_GAP, progress=progress)
-        except SolverError:  # none was found in time
+        except (SolverError, KeyboardInterrupt):  # none was found in time
             break
         bound = max(best.bound, found.bound)
         best = with_bound(found if found.cost < best.cost and within(found.choice) else best, bound)
@@ -182,13 +184,10 @@ def _bounded(
     return best
 
 
-def _outside_chip(formulation: Formulation, problem: Problem) -> Problem | None:
-    """The problem without what the chip's own memory may hold; None where that is little beside the limit."""
-    assert problem.limit is not None, "there is a limit to stay within"
-    if not formulation.heap.on_chip or formulation.prices.backend.on_chip_bytes < ON_CHIP_SHARE * problem.limit:
-        return None
-    on_chip = set(map(id, formulation.heap.on_chip))
-    return replace(problem, lives=tuple(live for live in problem.lives if id(live) not in on_chip), checked=True)
+def _without(problem: Problem, lives: Iterable[Live]) -> Problem:
+    """The problem in which these lives hold nothing."""
+    gone = set(map(id, lives))
+    return replace(problem, lives=tuple(live for live in problem.lives if id(live) not in gone), checked=True)
 
 
 def _coarse(problem: Problem, room: float) -> tuple[Problem, float]:
@@ -228,7 +227,6 @@ def _lean_solutions(
     budget: Budget,
     time_limit: float,
     progress: Callable[[Progress], None] | None,
-    peak_of: Callable[[Sequence[int]], int],
 ) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
@@ -245,7 +243,7 @@ def _lean_solutions(
         solution = solve_for_plan(
             replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
         )
-        yield solution, peak_of(solution.choice)
+        yield solution, formulation.accepted_peak(solution.choice)
         return
     except ForbiddenError:
         raise
@@ -266,8 +264,8 @@ def _lean_solutions(
             leaner = replace(problem, limit=limit)
             how: dict[str, Any] = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
             last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
-            peak = peak_of(last.choice)
+            peak = formulation.accepted_peak(last.choice)
             yield last, peak
     assert least.choice is not None, "`solve` says which choice needs so little"
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
-    yield leanest, peak_of(leanest.choice)
+    yield leanest, formulation.accepted_peak(leanest.choice)

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.model.pricing.late import FormulatingLate
 from autoshard.model.search_policy import CLOSE_GAP
@@ -88,7 +89,10 @@ class _Search:
         while share not in solved and not (self.budget.over or self.is_close):
             mixture = replace(self.problems.mixed(share), limit=self.formulation.problem.limit, checked=True)
             budget = Budget(MIXTURE_BUDGET_SHARE * self.budget.left, self.budget.until, whole=self.budget)
-            found = self.solve(mixture, budget)
+            try:
+                found = self.solve(mixture, budget)
+            except (SolverError, KeyboardInterrupt):  # the best choice so far fits
+                break
             solved[share] = found.bound
             self.bound = max(self.bound, found.bound)
             self.learn(found.choice)
@@ -130,7 +134,7 @@ class _Search:
             self.best = replace(self.best, choice=choice, cost=max(costs))
 
     def fits(self, choice: Sequence[int]) -> bool:
-        return self.limit is None or fits(self.formulation.peak_bytes(choice), self.limit)
+        return self.limit is None or fits(self.formulation.accepted_peak(choice), self.limit)
 
 
 def best_mixture(costs: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -52,6 +52,7 @@ def make_plan(
         memory_use=memory_use(formulation, solution.choice),
         rewrites=tuple((one.name, one.places) for one in program.rewritten),
         state_on_hosts=program.state_on_hosts,
+        is_late=formulation.is_late,
     )
 
 

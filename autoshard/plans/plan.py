@@ -88,6 +88,7 @@ class PlanData:
     meshes: tuple[tuple[Mapping[str, int], float, int], ...] = ()
     rewrites: tuple[tuple[str, tuple[int, ...]], ...] = ()  # laws by which the step was rewritten, and the places
     state_on_hosts: bool = False  # whether the arguments on hosts are there because autoshard chose so
+    is_late: bool = False  # whether the clock has ended formulating, so that another run may find more
 
     @property
     def gap(self) -> float:

@@ -186,7 +186,7 @@ class ArgumentQuestion:
         free = self.without_limit
         if math.isinf(self.limit) or free is None:
             return
-        in_use = self.formulation.in_use(free.choice)
+        in_use = self.formulation.accepted_in_use(free.choice)
         point = int(in_use.argmax())
         peak, allowed = bytes_text(in_use[point]), bytes_text(self.limit)
         home = self.formulation.arguments[self.argument][free.choice[self.argument]].home

@@ -255,7 +255,7 @@ class Planner:
             bound = max(bound, found.bound)
             if best is None or found.cost <= best.cost:
                 best = found
-        assert fits(formulation.peak_bytes(best.choice), limit), "`cheapest` stays within the limit"
+        assert fits(formulation.accepted_peak(best.choice), limit), "`cheapest` stays within the limit"
         return with_bound(best, bound)
 
 

@@ -14,11 +14,11 @@ from autoshard.errors import SolverError
 from autoshard.model import memory_limit
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.xla.backends import CPU
+from autoshard.model.xla.backends import CPU, V5E
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
-from autoshard.solver.runtime.budget import QUIET_SHARE
-from autoshard.solver.verify import verify
+from autoshard.solver.runtime.budget import QUIET_SHARE, Budget
+from autoshard.solver.verify import fits, verify
 
 SECONDS = 10.0  # far more than any of these takes
 PLANE = {"x": 4, "y": 2}
@@ -40,9 +40,16 @@ PROGRAMS = {  # function, arguments, donated
 }
 
 
-def formulation_of(name: str, memory: float) -> Formulation:
+def formulation_of(name: str, memory: float, **options) -> Formulation:
     fn, args, donate = PROGRAMS[name]
-    return formulated(fn, *args, mesh=PLANE, topology=TOPOLOGY, memory=memory, donate=donate)
+    options = {"donate": donate} | options
+    return formulated(fn, *args, mesh=PLANE, topology=TOPOLOGY, memory=memory, **options)
+
+
+@functools.cache
+def on_chip() -> Formulation:
+    """One whose limit is small beside the chip's own memory."""
+    return formulation_of("one layer", 10_000.0, donate=(), backend=V5E)
 
 
 def assert_within(formulation: Formulation, solution: Solution) -> None:
@@ -140,7 +147,7 @@ def test_reshardings_count(monkeypatch):
     """As if what reshardings hold were no matter: some plan is over its limit."""
     needed = least("two layers")
     real = Formulation.peak_bytes
-    monkeypatch.setattr(Formulation, "peak_bytes", lambda self, choice: int(verify(self.problem, choice)[1]))
+    monkeypatch.setattr(Formulation, "accepted_peak", lambda self, choice: int(verify(self.problem, choice)[1]))
     with pytest.raises(AssertionError):
         for share in np.linspace(0.8, 1.6, 9):
             formulation = formulation_of("two layers", share * needed)
@@ -262,3 +269,70 @@ def test_ctrl_c_ends_all_rounds(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         solve_within(formulation_of("two layers", 1.0), SECONDS)
     assert len(asked) == 2
+
+
+def test_ctrl_c_keeps_the_choice_whose_bound_is_raised(monkeypatch):
+    def pressed(*args, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(memory_limit, "_solved", pressed)
+    best, formulation = Solution((0,), 2.0, 1.0, "feasible"), formulation_of("one layer", 1e9)
+    budget = Budget.of(SECONDS)
+    assert memory_limit._bounded(formulation, formulation.problem, (), best, bool, budget, None) == best
+
+
+def test_what_lies_on_the_chip_does_not_count_where_the_limit_is_small():
+    formulation = on_chip()
+    solution, limit = solve_within(formulation, SECONDS), 10_000 * V5E.usable
+    assert fits(formulation.accepted_peak(solution.choice), limit)
+    assert not fits(formulation.peak_bytes(solution.choice), limit)
+    large = replace(formulation, problem=replace(formulation.problem, limit=1e12))
+    assert large.accepted_peak(solution.choice) == formulation.peak_bytes(solution.choice)
+    assert large.accepted_in_use(solution.choice).max() > formulation.accepted_in_use(solution.choice).max()
+
+
+def first_search(monkeypatch, instead) -> None:
+    """Has the first search of `solve_within` do something else."""
+    real, asked = memory_limit._solved, []
+
+    def solved(*args, **keywords):
+        asked.append(args)
+        return (instead if len(asked) == 1 else real)(*args, **keywords)
+
+    monkeypatch.setattr(memory_limit, "_solved", solved)
+
+
+def test_a_late_search_outside_the_chip_proves_nothing(monkeypatch):
+    """The rounds that follow count what the chip may hold, so their bound is not one of the step."""
+
+    def late(*args, **keywords):
+        raise SolverError("none was found in time")
+
+    first_search(monkeypatch, late)
+    assert solve_within(on_chip(), 1.0).bound == 0.0
+
+
+def test_ctrl_c_in_the_search_outside_the_chip_begins_no_other(monkeypatch):
+    def pressed(formulation, problem, reshardings, budget, **keywords):
+        budget.interrupt()
+        return Solution(random_choices(formulation, 1)[0], 1.0, 0.0, "feasible")
+
+    first_search(monkeypatch, pressed)
+    tight = replace(on_chip(), problem=replace(on_chip().problem, limit=1.0))
+    with pytest.raises(KeyboardInterrupt):
+        solve_within(tight, SECONDS)
+
+
+def test_what_proves_a_bound_counts_nothing_that_may_lie_in_results(monkeypatch):
+    formulation, seen = on_chip(), []
+
+    def spied(formulation, problem, *args, **keywords):
+        seen.append(problem)
+        raise KeyboardInterrupt
+
+    heap = replace(formulation.heap, on_chip=formulation.heap.on_chip[:1])
+    first_search(monkeypatch, spied)
+    with pytest.raises(KeyboardInterrupt):
+        solve_within(replace(formulation, heap=heap), SECONDS)
+    kept, buffers = {id(live) for live in seen[0].lives}, {id(live) for live in heap.buffers}
+    assert len(buffers) > 1 and not kept & buffers

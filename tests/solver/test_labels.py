@@ -8,7 +8,7 @@ from problems import answer_of_every_choice, binding_problem
 
 from autoshard.solver import solve
 from autoshard.solver.exact.elimination_order import order_of
-from autoshard.solver.exact.labels import LabelSearch
+from autoshard.solver.exact.labels import LABELS, LabelOutcome, LabelSearch
 from autoshard.solver.exact.narrow_parts import Elimination
 from autoshard.solver.incumbent import most_sum
 from autoshard.solver.method import Method
@@ -77,3 +77,24 @@ def test_what_no_price_decides_is_solved_without_an_integer_program():
         return solve(problem, method=Method(algorithms=(Elimination(**numbers),)), time_limit=20).gap
 
     assert gap() < 1e-6 < 1e-3 < gap(most_labels=())
+
+
+def test_labels_end_where_iterations_are_counted(monkeypatch):
+    """They count none, so work ends them."""
+    spent = []
+    monkeypatch.setattr(LabelSearch, "run", lambda self, *, spend, **_: spent.append(spend(1e6)))
+    usage = np.random.default_rng(0).integers(20, 60, 14)
+    lives = tuple(Live(node, 0, 1, np.array([held, 0])) for node, held in enumerate(usage))
+    costs = tuple(np.array([0.0, 1.0 + 0.01 * node]) for node in range(14))
+    problem = Problem(costs, (), lives, float(usage.sum() // 2))
+    solve(problem, method=Method(algorithms=(Elimination(),)), iterations=3)
+    assert not spent, "the clock has ended them"
+
+
+def test_labels_are_as_many_as_memory_allows_and_none_where_all_is_forbidden():
+    lives = tuple(Live(0, point, point + 1, np.array([0, 1])) for point in range(0, 2000, 2))
+    wide = Problem((np.array([1.0, 0.0]),), (), lives, 1)
+    search = LabelSearch(wide, order_of(wide), np.full(len(wide.pressure_points()), 1e-3))
+    assert 1 <= search.most * LABELS.candidates * len(wide.pressure_points()) <= LABELS.most_cells
+    search.floor = math.inf
+    assert search.run(wanted=math.inf, most=9) == LabelOutcome(None, math.inf)

@@ -2,15 +2,18 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from problems import every_choice
 
+from autoshard.errors import SolverError
+from autoshard.plans import limited_overlap
 from autoshard.plans.limited_overlap import best_mixture
 from autoshard.solver import Problem
 from autoshard.solver.exact.two_costs import TwoCosts
-from autoshard.solver.problem import Edge, Live
+from autoshard.solver.problem import Edge, InfeasibleError, Live, Solution
 from autoshard.solver.runtime.budget import Budget
 
 
@@ -97,3 +100,21 @@ def test_best_mixture():
             np.linspace(1, 0, 1001), np.append(0.0, costs[:, 1])
         )
         assert lines.min(axis=1).max() <= least + 1e-12 and 0 <= share <= 1
+
+
+@pytest.mark.parametrize(
+    "failure", [InfeasibleError("too lean", limit=1, needed=2), SolverError("too late"), KeyboardInterrupt()]
+)
+def test_a_mixture_that_cannot_be_solved_costs_no_plan(failure, monkeypatch):
+    """The choice that is known fits, whatever a search in a mixture does not find."""
+
+    def solve(problem, budget):
+        raise failure
+
+    problem, waits = (Problem((np.array(costs),), (), (), 10.0) for costs in ([1.0, 2.0], [3.0, 2.5]))
+    formulation = SimpleNamespace(problem=problem, waits=lambda until: waits, accepted_peak=lambda choice: 1)
+    waiting = SimpleNamespace(communication_seconds=3.0)
+    monkeypatch.setattr(limited_overlap, "prediction_of", lambda formulation, choice: waiting)
+    best = Solution((0,), 1.0, 1.0, "optimal")
+    found = limited_overlap.with_limited_overlap(formulation, best, solve, Budget.of(5.0), 10.0)
+    assert (found.choice, found.cost, found.bound) == ((0,), 3.0, 1.0)

@@ -59,7 +59,7 @@ def in_time(mesh: MeshShape, formulated: Callable[..., Formulation], until: floa
         until: when time is up, as `time.monotonic` has it.
     """
     axes = _axes_of(mesh)
-    if len(axes) == 1:  # that part would be the whole
+    if len(axes) <= 1:  # that part would be the whole
         return formulated()
     try:
         return formulated(until=until)
@@ -69,7 +69,7 @@ def in_time(mesh: MeshShape, formulated: Callable[..., Formulation], until: floa
 
 def _as_one_axis(axes: Sequence[str], formulated: Callable[..., Formulation]) -> Formulation:
     part = formulated(offered=OptionSet(((tuple(axes),),)))
-    return replace(part, least=least_seconds(part), restrictions=(LATE_REMARK,))
+    return replace(part, least=least_seconds(part), restrictions=(LATE_REMARK,), is_late=True)
 
 
 def _axes_of(mesh: MeshShape) -> list[str]:
@@ -98,7 +98,6 @@ def in_parts(
         part = formulated(offered=offered, until=until)
     except FormulatingLate:
         return _as_one_axis(axes, formulated)
-    remarks: tuple[str, ...] = ()
     try:
         for _ in range(REFINEMENTS):
             choice = solve_within(part, time_limit / PART_SHARE, until=until, search=search).choice
@@ -107,8 +106,8 @@ def in_parts(
     except SolverError:
         pass  # whoever solves the part says what is wrong
     except FormulatingLate:
-        remarks = (LATE_REMARK,)
-    return replace(part, least=least_seconds(part), restrictions=(*part.restrictions, *remarks))
+        part = replace(part, restrictions=(*part.restrictions, LATE_REMARK), is_late=True)
+    return replace(part, least=least_seconds(part))
 
 
 def near_choice(formulation: Formulation, choice: Sequence[int], partitions: tuple[Partition, ...]) -> OptionSet:

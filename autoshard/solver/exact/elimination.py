@@ -50,14 +50,14 @@ def cheapest(problem: Problem, order: Order) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Elimination:
+class EliminationTables:
     """What elimination makes of a problem."""
 
     factors: list[list[Factor]]  # step -> tables over its node and scope; together the least that all before it cost
     least: float  # what the cheapest choice costs, memory aside; inf: all are forbidden
 
 
-def eliminated(problem: Problem, order: Order) -> Elimination:
+def eliminated(problem: Problem, order: Order) -> EliminationTables:
     """The tables of an elimination; those that come after one that forbids everything are left out."""
     place = {node: step for step, node in enumerate(order.nodes)}
     factors: list[list[Factor]] = [[] for _ in order.nodes]
@@ -74,7 +74,7 @@ def eliminated(problem: Problem, order: Order) -> Elimination:
             least += float(table)
             if not math.isfinite(least):
                 break
-    return Elimination(factors, least)
+    return EliminationTables(factors, least)
 
 
 def minimised(factors: Sequence[Factor], nodes: tuple[int, ...], problem: Problem) -> Factor:

@@ -34,7 +34,9 @@ class LabelSettings:
     compared: int = 8  # labels that each is compared with: those that cost a little less
     few_dominated: float = 0.1  # of the labels: if fewer fall, they are not compared again
     candidates: int = 4  # times as many as are kept: the most that are compared
+    copies: int = 4  # of what candidates hold: as built, as far as it binds, in order, and as kept
     block: int = 1 << 15  # candidates of which it is looked at once whether they fit
+    most_cells: int = 1 << 24  # candidates times points, 8 bytes each, in one of these copies
     seconds_per_entry: float = 5e-9  # of a quiet core: a candidate and a point, or a label, another one and a point
 
 
@@ -103,16 +105,19 @@ class LabelSearch:
         most = [self.usage[node].max(axis=1) for node in order.nodes]
         self.later = np.cumsum([np.zeros(len(points)), *most], axis=0)[:-1]  # step -> bytes of later nodes at most
         self.told_apart = _told_apart(order)
+        self.most = max(1, LABELS.most_cells // (LABELS.candidates * max(1, len(points))))  # labels that are kept
 
     def run(self, *, wanted: float, most: int, spend: Callable[[float], None] = lambda _: None) -> LabelOutcome:
         """The cheapest choice, as far as so many labels show it.
 
         Args:
             wanted: only choices that cost less are of use.
-            most: labels that are kept after each step.
+            most: labels that are kept after each step; no more than `self.most` are.
             spend: is told what was spent, in seconds of a quiet core.
         """
-        none = np.zeros(1, np.int32)
+        if not math.isfinite(self.floor):  # every choice is forbidden
+            return LabelOutcome(None, math.inf)
+        most, none = min(most, self.most), np.zeros(1, np.int32)
         labels, bound = Labels(np.array([self.floor]), np.zeros((len(self.room), 1)), {}, none, none), math.inf
         trace: list[Labels] = []
         for step in reversed(range(len(self.order.nodes))):
@@ -143,12 +148,12 @@ class LabelSearch:
         total = sum(_rows(table, nodes, node, labels.options) for nodes, table in self.factors[step])
         floors = labels.floors[:, None] + (total - np.min(total, axis=1, keepdims=True))
         parents, chosen = np.nonzero(floors < wanted)
+        spend(LABELS.seconds_per_entry * len(parents) * len(self.room))
         fits = np.ones(len(parents), dtype=bool)
         for start in range(0, len(parents), LABELS.block):
             block = slice(start, start + LABELS.block)
             held = labels.held[:, parents[block]] + usage[:, chosen[block]]
             fits[block] = (held <= self.room[:, None]).all(axis=0)
-        spend(LABELS.seconds_per_entry * len(parents) * len(self.room))
         parents, chosen = parents[fits], chosen[fits]
         own, bound = floors[parents, chosen], math.inf
         if len(own) > most:
@@ -159,6 +164,7 @@ class LabelSearch:
         options = {other: labels.options[other][parents] for other in self.told_apart[step] if other != node}
         if node in self.told_apart[step]:
             options[node] = chosen.astype(np.int32)
+        spend(LABELS.seconds_per_entry * LABELS.copies * len(parents) * len(self.room))
         held = labels.held[:, parents] + usage[:, chosen]
         return Labels(own, held, options, parents.astype(np.int32), chosen.astype(np.int32)), bound
 
@@ -173,11 +179,11 @@ class LabelSearch:
             group = np.unique(group * (int(own.max(initial=0)) + 1) + own, return_inverse=True)[1]
         rank = np.lexsort((held.sum(axis=0), costs, group))
         while len(rank) > 1:
+            spend(LABELS.seconds_per_entry * LABELS.compared * len(rank) * len(held))
             groups, rows, dominated = group[rank], held[:, rank], np.zeros(len(rank), dtype=bool)
             for back in range(1, min(LABELS.compared, len(rank) - 1) + 1):
                 same = groups[back:] == groups[:-back]
                 dominated[back:] |= same & (rows[:, :-back] <= rows[:, back:]).all(axis=0)
-            spend(LABELS.seconds_per_entry * LABELS.compared * len(rank) * len(held))
             rank = rank[~dominated]
             if dominated.sum() <= LABELS.few_dominated * len(dominated):
                 break

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +34,7 @@ class Elimination:
     labelled_cells: int = 20_000  # nodes times pressure points, up to which labels are few enough to close a gap
     price_share: float = 0.1  # of the time left, for the prices under which labels are built
     label_share: float = 0.25  # of the time left, for labels
+    most_work: float = 1.0  # s of a quiet core, for prices and for labels, where iterations are counted
     most_labels: tuple[int, ...] = (500, 2000, 8000, 32_000)  # that are kept, in turn
     least_progress: float = 0.1  # of the gap: what each of these has to close for the next one to be worth its time
     relaxation: RelaxationSettings = RELAXATION
@@ -96,24 +96,21 @@ class Elimination:
         if not values.any():
             return
         run.memory_binds = True
-        with run.clock.hurry(self.label_share):
+        with run.clock.hurry(self.label_share, self.most_work):
             search = LabelSearch(way.problem(problem), way.order, values)
             run.clock.spend(way.order.seconds)
-            for most in self.most_labels:
+            for most in sorted({min(most, search.most) for most in self.most_labels}):
                 gap, wanted = incumbent.cost - incumbent.bound, incumbent.target
                 found = search.run(wanted=wanted, most=most, spend=run.clock.spend)
                 if found.choice is not None:
                     incumbent.offer(found.choice[: len(problem.costs)])
-                bound = min(found.bound, wanted)
-                if bound == math.inf:
-                    raise NoChoice
-                incumbent.prove(bound)
+                incumbent.prove(min(found.bound, wanted))
                 if incumbent.is_solved or incumbent.cost - incumbent.bound > (1 - self.least_progress) * gap:
                     return
 
     def _prices(self, incumbent: Incumbent, run: Run) -> np.ndarray:
         """The best prices of memory found: cost per byte of each pressure point."""
-        with run.clock.hurry(self.price_share):
+        with run.clock.hurry(self.price_share, self.most_work):
             relaxation = Relaxation(incumbent.problem, self.relaxation)
             for choice, bound in relaxation.rounds(lambda: incumbent.cost):
                 run.clock.spend(relaxation.seconds)

@@ -57,6 +57,7 @@ class Clock:
         self.is_timed = is_timed
         self.latest = budget.until
         self.deadline = budget.work if iterations is None else float(iterations)
+        self.work_until = math.inf  # of the budget: work that ends what is in a hurry, beside the deadline
         self.rejected_until = math.inf  # until when a choice that is not accepted is improved
         self.grace = CLOCK.grace
 
@@ -97,7 +98,8 @@ class Clock:
         """Raises TimeUp when time is up; later, while there is no choice."""
         self.tick()
         grace = 0.0 if self.incumbent.best else self.grace
-        if self.now() - self.deadline > grace or time.monotonic() - self.latest > grace:
+        is_over = self.now() - self.deadline > grace or time.monotonic() - self.latest > grace
+        if is_over or self.budget.done > self.work_until:
             raise TimeUp
 
     def count(self, iterations: float) -> None:
@@ -110,17 +112,24 @@ class Clock:
         self.check()
 
     @contextlib.contextmanager
-    def hurry(self, share: float) -> Iterator[None]:
-        """Gives what is within a share of the time that is left, and goes on after it when that is up."""
-        deadline = self.deadline
+    def hurry(self, share: float, most_work: float = math.inf) -> Iterator[None]:
+        """Gives what is within a share of the time that is left, and goes on after it when that is up.
+
+        Args:
+            most_work: of what counts no iterations: seconds of a quiet core that it may take where these are counted.
+                No more than the share of the budget, either.
+        """
+        deadline, work_until = self.deadline, self.work_until
         self.deadline = self.now() + share * self.left()
+        if self.iterations is not None and math.isfinite(most_work):
+            self.work_until = min(work_until, self.budget.done + min(most_work, share * self.budget.left))
         try:
             yield
         except TimeUp:
-            if self.now() >= deadline or time.monotonic() >= self.latest:
+            if self.now() >= deadline or time.monotonic() >= self.latest or self.budget.done > work_until:
                 raise
         finally:
-            self.deadline = deadline
+            self.deadline, self.work_until = deadline, work_until
 
     def program_limits(self) -> dict[str, Any]:
         """What an integer program may spend, as keywords of `integer_program.cheapest`."""
