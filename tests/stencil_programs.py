@@ -86,6 +86,19 @@ def interior(rng: random.Random, dims: int) -> Move:
     return move
 
 
+def edited(rng: random.Random, dims: int) -> Move:
+    """One element at an edge is updated by a number, in an array that is padded along all dims but the one it rolls."""
+    axis, by, adds = rng.randrange(dims), rng.choice([-2, -1, 1]), rng.random() < 0.5
+    at = tuple((0 if by < 0 else -1) if dim == axis else 3 for dim in range(dims))
+
+    def move(u):
+        padded = jnp.pad(u, [(int(dim != axis),) * 2 for dim in range(dims)])
+        made = padded.at[at].add(7.0) if adds else padded.at[at].set(7.0)
+        return jax.lax.slice(jnp.roll(made, by, axis), [0] * dims, u.shape)
+
+    return move
+
+
 def convolution(rng: random.Random, dims: int) -> Move:
     window = tuple(rng.choice([1, 2, 3]) for _ in range(dims))
     kernel = jnp.cos(jnp.arange(float(jnp.prod(jnp.array(window))))).reshape(1, 1, *window)
@@ -98,7 +111,7 @@ def pooling(rng: random.Random, dims: int) -> Move:
     return lambda u: jax.lax.reduce_window(u, start, fold, window, (1,) * dims, "SAME")
 
 
-MOVES = (roll, roll_all, neighbours, gradient, difference, shift, boundary, interior, convolution, pooling)
+MOVES = (roll, roll_all, neighbours, gradient, difference, shift, boundary, interior, edited, convolution, pooling)
 
 
 def program(seed: int) -> tuple[str, Callable, tuple[int, ...]]:

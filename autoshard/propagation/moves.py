@@ -161,6 +161,7 @@ class Walk:
         """Whether an array is made without anything moving along a dim, of sources that have all its rows.
 
         An array that was padded along the first dim, as that is by `jnp.pad(mode="wrap")`, is such along the second.
+        One of which some rows were updated is not: rows that wrap round the end have left the window of the update.
         """
         if ref < 0:
             return True
@@ -168,6 +169,7 @@ class Walk:
         sizes = [self.shape(operand)[dim] for operand in step.operands if self.shape(operand)]
         moves = step.kind == "concatenate" and step.moves == dim
         moves |= step.kind == "pad" and any(step.moves[dim])
+        moves |= step.kind in ("put", "put_add") and step.moves[1][dim] != step.shape[dim]
         if moves or any(size != step.shape[dim] for size in sizes):
             return False
         return all(self._has_all_rows(operand, dim) for operand in step.operands)

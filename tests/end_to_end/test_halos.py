@@ -15,7 +15,7 @@ from stencil_programs import program
 from autoshard import autoshard, verify
 from autoshard.lower import halos as lowered_halos
 
-SEEDS = [(0, (8,)), (8, (8,)), (11, (8,)), (3, (4, 2)), (13, (4, 2))]
+SEEDS = [(0, (8,)), (8, (8,)), (11, (8,)), (3, (4, 2)), (13, (4, 2)), (33, (4, 2))]
 KERNEL = jnp.array([[0, 1.0, 0], [1, -4, 1], [0, 1, 0]])[None, None]
 
 
@@ -50,6 +50,20 @@ def test_random_stencils(seed, shape):
     assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(run)(u))])
     plan = step.plan(placed)
     assert totals(plan.predicted.collectives) == compiled(plan)
+
+
+def written(u):
+    return jnp.roll(jnp.pad(u, ((0, 0), (1, 1))).at[63, 3].set(7.0), 1, 0)[:, 1:-1] + u
+
+
+def added(u):
+    return jnp.roll(jnp.pad(u, ((0, 0), (1, 1))).at[0, 3].add(7.0), -2, 0)[:, 2:] + u
+
+
+@pytest.mark.parametrize("move", [written, added])
+def test_an_element_that_was_updated_wraps_round_the_end(move):
+    step, placed, u = on(mesh_of({"data": 8}), P("data"), move, (64, 16))
+    assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(move)(u))])
 
 
 def by_roll(u):
