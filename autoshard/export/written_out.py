@@ -43,7 +43,8 @@ def keys(seeds: Any, impl: str) -> Any:
     return made(seeds)
 
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {  # primitive: its function, where that is not the one in `jax.lax` of its name
+# Primitive: its function, where that is not the one in `jax.lax` of its name.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "device_put": lambda *arrays: arrays,
     "random_clone": jax.random.clone,
     "random_seed": keys,
