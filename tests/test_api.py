@@ -429,6 +429,14 @@ def test_a_step_that_calls_back_runs_again_and_again():
     assert seen == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0]
 
 
+def test_a_callback_may_take_and_give_nothing():
+    def announced(x):
+        jax.debug.callback(lambda: None)
+        return x + 1
+
+    assert autoshard.autoshard(announced, mesh=mesh_of({"x": 2}))(jnp.zeros(4)).sum() == 4
+
+
 @pytest.mark.parametrize("inside", ["the step", "a scan", "a branch", "a shard_map"])
 def test_what_is_called_back_may_use_jax(inside):
     """It runs in the midst of a call, and traces something new each time."""

@@ -132,8 +132,10 @@ def literal(value: Any, modules: set[str] | None = None) -> str:
     inside = functools.partial(literal, modules=modules)
     if type(value) is str and not {"'", '"'} & set(value):
         return f'"{repr(value)[1:-1]}"'
-    if value is None or type(value) in (bool, int, str, bytes, complex):
+    if value is None or type(value) in (bool, int, str, bytes):
         return repr(value)
+    if type(value) is complex:
+        return f"complex({literal(value.real)}, {literal(value.imag)})"
     if type(value) is float:
         return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
     if type(value) is tuple:

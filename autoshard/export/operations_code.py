@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.export.containers import UnwritableError, home_of, literal
 from autoshard.export.standalone import CALLS, loops_of_batches, scan_counts
+from autoshard.export.written_out import FUNCTIONS
 from autoshard.jaxprs import (
     REMAT,
     ClosedJaxpr,
@@ -38,7 +39,7 @@ _PRIMITIVES = {
 }
 """
 PRIMITIVE_MODULES = ("jax.extend.core.primitives",)
-_FUNCTIONS = {"random_seed", "random_wrap"} | {
+_FUNCTIONS = {"ragged_dot_general", *FUNCTIONS} | {
     f"scatter{kind}" for kind in ("", "-add", "-max", "-min", "-mul", "-sub")
 }
 # Of a scatter, what its function takes; the others are functions that the function makes itself.
@@ -116,8 +117,7 @@ class _Writer:
         return text
 
     def _number(self, atom: Literal) -> str:
-        value = np.asarray(atom.val)
-        return f"number({literal(str(value.dtype))}, {literal(value.item())})"
+        return f"number({literal(str(aval_of(atom).dtype))}, {literal(np.asarray(atom.val).item())})"
 
     def _primitive(self, eqn: JaxprEqn) -> str:
         name = eqn.primitive.name
@@ -125,7 +125,6 @@ class _Writer:
             raise _refusal(eqn, "it has metadata for the compiler")
         if name in CALLS | REMAT | _FUNCTIONS or name in (
             "cond",
-            "device_put",
             "scan",
             "sharding_constraint",
             "while",
@@ -164,6 +163,8 @@ class _Writer:
             return {}
         if name in ("random_wrap", "random_seed"):
             return {"impl": literal(params["impl"].name)}
+        if name == "scatter" and not _sets(params["update_jaxpr"]):
+            raise _refusal(eqn, "it applies a function")
         if name.startswith("scatter"):
             params = {key: params[key] for key in _SCATTERS}
         return {key: self._param(value, eqn, key) for key, value in params.items()}
@@ -178,6 +179,8 @@ class _Writer:
         """A parameter as code."""
         if isinstance(value, Primitive):
             return self._bound(value, eqn)
+        if isinstance(value, NamedSharding) and value.mesh.empty:
+            return "None"
         if isinstance(value, enum.Enum):
             return f"{self._home(type(value), eqn, key)}.{value.name}"
         if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
@@ -210,12 +213,20 @@ class _Writer:
         return f"{module}.{name}"
 
 
+def _sets(update: Jaxpr | None) -> bool:
+    """Whether a scatter of this function of the old and the new sets the new."""
+    return update is None or (not update.eqns and list(update.outvars) == [update.invars[1]])
+
+
 def _refusal(eqn: JaxprEqn, why: str) -> UnwritableError:
     source = source_of(eqn)
     return UnwritableError(f"{eqn.primitive.name}{f' at {source}' if source else ''} cannot be written as code: {why}")
 
 
 def _constant(value: Any) -> str:
+    if jax.dtypes.issubdtype(jax.typeof(value).dtype, jax.dtypes.prng_key):
+        how = literal(str(jax.random.key_impl(value)))
+        return f"jax.random.wrap_key_data({_constant(jax.random.key_data(value))}, impl={how})"
     held = np.asarray(value)
     digits = np.ascontiguousarray(held).tobytes().hex()
     lines = [digits[i : i + _DIGITS_PER_LINE] for i in range(0, len(digits), _DIGITS_PER_LINE)] or [""]

@@ -6,7 +6,8 @@ Variables are numbers, each body's its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,24 @@ def array(kind: str, shape: Sequence[int], data: str) -> np.ndarray:
     return np.frombuffer(bytes.fromhex(data), jnp.dtype(kind)).reshape(shape)
 
 
+def keys(seeds: Any, impl: str) -> Any:
+    """A key of each seed."""
+    made = functools.partial(jax.random.key, impl=impl)
+    for _ in range(jnp.ndim(seeds)):
+        made = jax.vmap(made)
+    return made(seeds)
+
+
+# Primitive: its function, where that is not the one in `jax.lax` of its name.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "device_put": lambda *arrays: arrays,
+    "random_clone": jax.random.clone,
+    "random_seed": keys,
+    "random_unwrap": jax.random.key_data,
+    "random_wrap": jax.random.wrap_key_data,
+}
+
+
 class Function(NamedTuple):
     """A public function of JAX in the place of a primitive whose parameters are functions or objects."""
 
@@ -41,19 +60,14 @@ class Function(NamedTuple):
 
     @property
     def multiple_results(self) -> bool:
-        return False
+        return self.name == "device_put"
 
     def get_bind_params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
         return params
 
     def bind(self, *arrays: Any, **params: Any) -> Any:
-        if self.name == "random_wrap":
-            return jax.random.wrap_key_data(*arrays, **params)
-        if self.name == "random_seed":
-            return jax.random.key(*arrays, **params)
-        if self.name == "device_put":
-            return arrays[0]
-        return getattr(jax.lax, self.name.replace("-", "_"))(*arrays, **params)
+        made = FUNCTIONS.get(self.name) or getattr(jax.lax, self.name.replace("-", "_"))
+        return made(*arrays, **params)
 
 
 class Operation(NamedTuple):

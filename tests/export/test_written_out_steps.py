@@ -175,9 +175,37 @@ def test_what_operations_are_made_of_is_written():
         np.testing.assert_allclose(one.astype(np.complex64), other.astype(np.complex64), rtol=1e-5, atol=1e-5)
 
 
+def key_of(data):
+    return jax.random.wrap_key_data(data)
+
+
+CLOSED_OVER = jax.random.split(jax.random.key(5))
+SINGLE_OPERATIONS = {
+    "derivative of a cast": lambda x, key: jax.grad(lambda x: x.astype(jnp.bfloat16).sum())(x),
+    "clone": lambda x, key: jax.random.key_data(jax.random.clone(key_of(key))),
+    "complex literal": lambda x, key: x * complex(1, -0.0) + complex(np.nan, np.inf),
+    "device_put": lambda x, key: jax.device_put((x, 2 * x))[1],
+    "key that is closed over": lambda x, key: x + jax.random.normal(CLOSED_OVER[0], x.shape),
+    "keys of seeds": lambda x, key: jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (2,)))(np.arange(3)),
+    "literal results": lambda x, key: (x, 1.0, 3),
+    "ragged_dot": lambda x, key: jax.lax.ragged_dot(x, jnp.stack([x, x]), jnp.array([3, 5])),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE_OPERATIONS)
+def test_an_operation_is_written(name):
+    arguments, step = (array(8, 8), jax.random.key_data(jax.random.key(0))), SINGLE_OPERATIONS[name]
+    closed = jax.make_jaxpr(step)(*arguments)
+    for one, other in zip(ran(closed, arguments), jax.tree.leaves(step(*arguments)), strict=True):
+        assert one.dtype == jnp.asarray(other).dtype
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_what_code_cannot_say_is_named():
     def called(x):
         return jax.pure_callback(np.sin, x, x)
 
     with pytest.raises(UnwritableError, match=r"pure_callback at test_written_out_steps.py:\d+ cannot be written"):
         operations_code(jax.make_jaxpr(called)(np.ones(3, np.float32)))
+    with pytest.raises(UnwritableError, match=r"scatter at .* it applies a function"):
+        operations_code(jax.make_jaxpr(lambda x: x.at[1].apply(jnp.sin))(np.ones(3, np.float32)))

@@ -42,6 +42,6 @@ class VectorUnit:
         return elements / _REGISTER * self.reduced_cycles / self.clock
 
     def _cycles(self, equation: Equation) -> float:
-        value = equation.inputs[0] if equation.inputs else equation.outputs[0]
-        is_complex = getattr(value.dtype, "kind", "") == "c"
+        values = (*equation.inputs, *equation.outputs)  # none, of a callback that takes and gives nothing
+        is_complex = bool(values) and getattr(values[0].dtype, "kind", "") == "c"
         return (self.complex_cycles if is_complex else self.cycles).get(equation.primitive, 0.0)
