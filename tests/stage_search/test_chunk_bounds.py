@@ -212,6 +212,21 @@ def test_fast_and_lean_layers_share_the_memory(seed):
     assert found["room"] >= 0.85 * best, (best, found)
 
 
+@pytest.mark.parametrize("name, seed", [("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 0)])
+def test_cuts_move_until_all_fits(name, seed):
+    """Layers of equal seconds and different bytes: the balanced cut does not fit, a few others do."""
+    ones, sizes = np.ones(7), np.random.default_rng(seed).uniform(0.3, 2.0, (2, 7))
+
+    def problem(memory):
+        table = LayerCosts(ones, ones, ones, ones, *sizes, ones).table(SubMesh.anywhere("1", 1, 2, memory))
+        return problem_on((table,), name, 2, 2, 4)
+
+    memory = next(one for one in itertools.count(9.0, 0.25) if math.isfinite(best_of_all(problem(one), name, 2, 2)))
+    starved, tight = (search_stages(problem(one).space).best for one in (memory - 0.25, memory))
+    assert starved is None
+    assert tight.seconds <= 1.2 * best_of_all(problem(memory), name, 2, 2)
+
+
 def test_a_bound_of_memory_that_is_too_high_is_noticed(monkeypatch):
     """Planted: every layer takes three places."""
     most = _DeviceLimits.most
