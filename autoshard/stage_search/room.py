@@ -69,7 +69,12 @@ class RoomForLayers:
         """
         self._problem, self._whole, self._in_flight = problem, whole, in_flight
         self._least = [least_of_layers(table, split=problem.form.has_weight_tasks) for table in problem.tables]
-        figures = np.concatenate([np.stack(list(least.values())) for least in self._least])
+        figures = np.concatenate(
+            [
+                np.stack([*least.values(), _least_working(table.working_bytes)])
+                for table, least in zip(problem.tables, self._least, strict=True)
+            ]
+        )
         mantissas, exponents = np.frexp(np.where(np.isfinite(figures), figures, -1.0))
         looks = np.round(mantissas, 12) * 2.0**exponents  # figures of runs are sums, and differ by rounding
         _, self._first, kinds = np.unique(looks, axis=1, return_index=True, return_inverse=True)
@@ -119,6 +124,8 @@ class RoomForLayers:
         return low
 
     def _has_room(self, kinds: tuple[int, ...], ending: Ending, seconds: float) -> bool:
+        if math.isinf(self._scale):  # some layer fits nowhere
+            return False
         count, devices = self._all_limits(kinds, ending)
         return sum(device.most(seconds) for device in devices) >= count
 
@@ -164,8 +171,9 @@ class RoomForLayers:
             ways = self._whole.seconds_of(at, self._problem.microbatches)
             asked = [held + seconds[:, None] / self._scale * prices[:, 1] for seconds in ways]
             found.append(np.where(is_there[:, None], np.concatenate(asked, axis=-1), np.inf))
-            working.append(_least_working(table.working_bytes)[self._first])
-        return np.min(found, axis=0), np.min(working, axis=0)
+            working.append(np.where(is_there, _least_working(table.working_bytes)[self._first], np.inf))
+        least = np.min(working, axis=0)
+        return np.min(found, axis=0), np.where(np.isfinite(least), least, 0.0)
 
     def _prices_of(self, device: int) -> Numbers:
         """Pairs of prices, of a device's whole memory and of the scale of seconds."""

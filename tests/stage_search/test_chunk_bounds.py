@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -58,6 +59,8 @@ def best_of_all(problem, name, devices, chunks):
         def of(kind, at=at, tables=tables):
             return np.array([getattr(table, kind)[run] for table, run in zip(tables, at, strict=True)])
 
+        if not np.isfinite(of("forward")).all():
+            continue  # there is no such stage
         split = made.has_weight_tasks
         backward = of("backward") if split else of("backward") + of("weight")
         weight = of("weight") if split else 0.0
@@ -142,10 +145,49 @@ def test_whole_layers_have_to_fit_into_memory(head):
     table = costs.table(SubMesh.anywhere("1", 1, 2, 8.7))
     problem, facts = problem_on((table,), *case, 4), schedule_facts(*case, 4)
     assert math.isinf(best_of_all(problem, *case))
-    whole = WholeLayers.of(problem.space, 4, problem.tables, has_weight_tasks=False)
-    room = RoomForLayers(problem, whole, facts.in_flight)
+    room = room_of(problem, facts)
     assert math.isinf(min(room.bound(ending, math.inf) for ending in endings_of(problem)))
     assert not room.is_enough()
+
+
+def room_of(problem, facts):
+    whole = WholeLayers.of(
+        problem.space, problem.microbatches, problem.tables, has_weight_tasks=facts.schedule.has_weight_tasks
+    )
+    return RoomForLayers(problem, whole, facts.in_flight)
+
+
+def test_layers_that_differ_in_what_they_work_in_are_of_several_kinds():
+    """The first layer needs more to work in than the second device can spare."""
+    ones, case = np.ones(8), ("interleaved_1f1b", 2, 2)
+    costs = LayerCosts(ones, 2 * ones, 0 * ones, 0 * ones, ones, 0.01 * ones, np.array([3.0, *ones[1:]]))
+    tables = tuple(costs.table(SubMesh(str(at), 1, (at,), room)) for at, room in enumerate((9.0, 6.0)))
+    problem = problem_on(tables, *case, 4)
+    best, found = best_of_all(problem, *case), bounds_of(problem, schedule_facts(*case, 4))
+    assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
+    assert search_stages(problem.space).best.seconds == pytest.approx(best)
+
+
+def test_a_device_without_stages_of_some_layer():
+    """No stage of the first device has the third layer."""
+    ones, case = np.ones(6), ("interleaved_1f1b", 2, 2)
+    costs = LayerCosts(ones, 2 * ones, 0 * ones, 0 * ones, ones, 0.1 * ones, ones)
+    lacking, whole = (costs.table(SubMesh(str(at), 1, (at,), 20.0)) for at in range(2))
+    for field in fields(lacking)[2:]:
+        getattr(lacking, field.name)[:3, 3:] = np.inf
+    problem = problem_on((lacking, whole), *case, 4)
+    best, found = best_of_all(problem, *case), bounds_of(problem, schedule_facts(*case, 4))
+    assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
+    assert found["room"] >= 0.8 * best
+
+
+def test_there_is_no_room_for_a_layer_that_fits_nowhere():
+    case = ("hanayo", 2, 2)
+    problem = problem_of(*case, 4, 6, 0, 50.0, memory=9.0)
+    problem.tables[0].fixed_bytes[:1, 1:] += 9.0
+    room = room_of(problem, schedule_facts(*case, 4))
+    assert not room.is_enough()
+    assert all(math.isinf(room.bound(ending, math.inf)) for ending in endings_of(problem))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -168,6 +210,21 @@ def test_fast_and_lean_layers_share_the_memory(seed):
     assert all(bound <= best * (1 + 1e-9) for bound in found.values()), (best, found)
     assert found["room"] >= found["whole layers"] * (1 - 1e-3)
     assert found["room"] >= 0.85 * best, (best, found)
+
+
+@pytest.mark.parametrize("name, seed", [("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 0)])
+def test_cuts_move_until_all_fits(name, seed):
+    """Layers of equal seconds and different bytes: the balanced cut does not fit, a few others do."""
+    ones, sizes = np.ones(7), np.random.default_rng(seed).uniform(0.3, 2.0, (2, 7))
+
+    def problem(memory):
+        table = LayerCosts(ones, ones, ones, ones, *sizes, ones).table(SubMesh.anywhere("1", 1, 2, memory))
+        return problem_on((table,), name, 2, 2, 4)
+
+    memory = next(one for one in itertools.count(9.0, 0.25) if math.isfinite(best_of_all(problem(one), name, 2, 2)))
+    starved, tight = (search_stages(problem(one).space).best for one in (memory - 0.25, memory))
+    assert starved is None
+    assert tight.seconds <= 1.2 * best_of_all(problem(memory), name, 2, 2)
 
 
 def test_a_bound_of_memory_that_is_too_high_is_noticed(monkeypatch):
