@@ -8,6 +8,9 @@ the same share a copy. XLA shares less in two places, where readers get a view o
 
 - Collectives within the pieces of a product are written otherwise than those for all of it.
 - Where a backend reshards before a loop what the loop reads in every turn, each loop has its own copy.
+
+Not modelled: XLA takes such a copy out of all loops round it. Here the copy for a loop in a loop is counted in every
+turn of the outer one.
 """
 
 from __future__ import annotations
