@@ -33,11 +33,12 @@ class ForestMoves:
     def applies(self, part: Part, run: Run) -> bool:
         return True
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: Part, run: Run, start: Sequence[int] | None = None) -> bool:
+        """Offers choices; `start` is as in `choices`."""
         incumbent = part.incumbent
         with run.report.during("moves"):
             seconds = move_seconds(part.problem)
-            for choice in self.choices(part.problem, run.seed):
+            for choice in self.choices(part.problem, run.seed, start):
                 if choice is not None:
                     incumbent.offer(choice)
                 if incumbent.is_solved:
@@ -45,9 +46,17 @@ class ForestMoves:
                 run.clock.spend(seconds)
         return False
 
-    def choices(self, problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None]:
-        """The best choice so far that is allowed and fits, after each move; None while there is none."""
+    def choices(
+        self, problem: Problem, seed: int, start: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, ...] | None]:
+        """The best choice so far that is allowed and fits, after each move; None while there is none.
+
+        Args:
+            start: where moves start, which need not be allowed; None: at the cheapest option of every node.
+        """
         moves = Moves(problem, np.random.default_rng(seed))
+        if start is not None:
+            moves.choice = np.array(start)
         best, least, idle = None, np.inf, 0
         for _ in range(max(self.attempts, self.visits // len(problem.costs))):
             moves.move()
