@@ -62,8 +62,7 @@ class OptionBounds:
         run.clock.spend(self.build_sweeps * relaxation.seconds)
         if self._raise_bound(part, relaxation, start, run):
             return
-        if part.incumbent.gap > self.far_gap and part.options > run.sizes.few_options:
-            self._move_from_starts(part, run)
+        self.moves.improve_if_far(part, run)
         is_close = part.incumbent.gap <= run.goal.repeated_gap
         with run.clock.hurry(self.close_share) if is_close else contextlib.nullcontext():
             self._solve_with_few(part, relaxation, run)
@@ -95,17 +94,6 @@ class OptionBounds:
                     return True
                 run.clock.check()
         return False
-
-    def _move_from_starts(self, part: Part, run: Run) -> None:
-        """Moves from the first option of every node, which keeps all arrays whole, and from the best choice so far.
-
-        The cheapest option of every node, where moves start otherwise, pays for nearly every edge. Few of these moves
-        lead to a choice as good as the first options are.
-        """
-        starts = [(0,) * len(part.problem.costs), part.incumbent.choice]
-        for start in starts:
-            if start is not None:
-                self.moves.improve(part, run, start)
 
     def _solve_with_few(self, part: Part, relaxation: Relaxation, run: Run) -> None:
         incumbent, has_moved = part.incumbent, False

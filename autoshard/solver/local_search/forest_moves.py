@@ -29,6 +29,7 @@ class ForestMoves:
     patience: int = 15  # moves in a row that bring nothing better, after which it gives up
     attempts: int = 60  # moves in a row that do not fit, after which it gives up; the prices grow with each
     polishing_moves: int = 2  # that are tried on choices that come from elsewhere
+    far_gap: float = 0.2  # of the bound: from which on moves start from several choices, where options are many
 
     def applies(self, part: Part, run: Run) -> bool:
         return True
@@ -45,6 +46,20 @@ class ForestMoves:
                     return True
                 run.clock.spend(seconds)
         return False
+
+    def improve_if_far(self, part: Part, run: Run) -> None:
+        """Moves from what is known of the whole, and then from the best choice, if that is far from the bound.
+
+        The cheapest options of all nodes, where moves start otherwise, do not suit each other: they may pay for nearly
+        every edge, and moves do not get far from them. The first options leave all arrays whole and pay for none.
+        """
+        incumbent = part.incumbent
+        is_many = run.sizes.few_options < part.options <= run.sizes.compiled_options
+        if not is_many or incumbent.gap <= self.far_gap:
+            return
+        self.improve(part, run, incumbent.start or (0,) * len(part.problem.costs))
+        if incumbent.choice is not None and incumbent.gap > self.far_gap:
+            self.improve(part, run, incumbent.choice)
 
     def choices(
         self, problem: Problem, seed: int, start: Sequence[int] | None = None
