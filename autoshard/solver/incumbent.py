@@ -24,6 +24,7 @@ class Incumbent:
         self.problem = problem
         self.best: tuple[tuple[int, ...], float] | None = None  # one value, so that Ctrl-C finds both or neither
         self.bound = -math.inf
+        self.start: tuple[int, ...] | None = None  # where moves may start: it need not be allowed, nor fit
         self.tell = tell or _tells_nobody
         # Cost above the bound at which the choice is good enough.
         self.tolerance: Callable[[], float] = _tolerates_nothing

@@ -165,6 +165,9 @@ class Run:
             part.tolerance = lambda: whole.tolerance() / len(small.parts)
             part.always_tolerant = whole.always_tolerant
             parts.append(part)
+        if whole.choice is not None:
+            for part, start in zip(parts, small.starts(whole.choice), strict=True):
+                part.start = start
         tell()
         return parts
 

@@ -256,8 +256,8 @@ def run_python(code: str) -> subprocess.Popen:
 
 
 PRESS_IN_MOVES = """
-def choices(self, problem, seed, original=ForestMoves.choices):
-    for choice in original(self, problem, seed):
+def choices(self, *arguments, original=ForestMoves.choices):
+    for choice in original(self, *arguments):
         yield choice
         if choice is not None:
             os.kill(os.getpid(), signal.SIGINT)

@@ -12,6 +12,7 @@ import numpy as np
 from autoshard.solver.bounds.forbid_options import CEILINGS, solve_below
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import SOLVED_GAP, Incumbent, most_sum
+from autoshard.solver.local_search.forest_moves import ForestMoves
 from autoshard.solver.local_search.settings import ROUNDS, RoundSettings
 from autoshard.solver.run import NoChoice, Part, Run
 
@@ -28,6 +29,7 @@ class CompiledSearch:
 
     program_share: float = 0.3  # of the time left: what an integer program gets in turn with searches
     rounds: RoundSettings = ROUNDS
+    moves: ForestMoves = field(default_factory=ForestMoves)
     program: IntegerProgram = field(default_factory=IntegerProgram)
 
     def applies(self, part: Part, run: Run) -> bool:
@@ -41,6 +43,8 @@ class CompiledSearch:
 
     def _improve(self, part: Part, run: Run) -> None:
         incumbent, large = part.incumbent, run.load_compiled()
+        if not run.clock.is_timed:  # by time go the largest problems, on which these moves are slow
+            self.moves.improve_if_far(part, run)
         search = large.LargeSearch(
             part.problem, seed=run.seed, threads=run.threads, counted=not run.clock.is_timed, settings=self.rounds
         )

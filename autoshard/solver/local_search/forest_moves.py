@@ -29,15 +29,17 @@ class ForestMoves:
     patience: int = 15  # moves in a row that bring nothing better, after which it gives up
     attempts: int = 60  # moves in a row that do not fit, after which it gives up; the prices grow with each
     polishing_moves: int = 2  # that are tried on choices that come from elsewhere
+    far_gap: float = 0.2  # of the bound: from which on moves start from several choices, where options are many
 
     def applies(self, part: Part, run: Run) -> bool:
         return True
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: Part, run: Run, start: Sequence[int] | None = None) -> bool:
+        """Offers choices; `start` is as in `choices`."""
         incumbent = part.incumbent
         with run.report.during("moves"):
             seconds = move_seconds(part.problem)
-            for choice in self.choices(part.problem, run.seed):
+            for choice in self.choices(part.problem, run.seed, start):
                 if choice is not None:
                     incumbent.offer(choice)
                 if incumbent.is_solved:
@@ -45,9 +47,31 @@ class ForestMoves:
                 run.clock.spend(seconds)
         return False
 
-    def choices(self, problem: Problem, seed: int) -> Iterator[tuple[int, ...] | None]:
-        """The best choice so far that is allowed and fits, after each move; None while there is none."""
+    def improve_if_far(self, part: Part, run: Run) -> None:
+        """Moves from what is known of the whole, and then from the best choice, if that is far from the bound.
+
+        The cheapest options of all nodes, where moves start otherwise, do not suit each other: they may pay for nearly
+        every edge, and moves do not get far from them. The first options leave all arrays whole and pay for none.
+        """
+        incumbent = part.incumbent
+        is_many = run.sizes.few_options < part.options <= run.sizes.compiled_options
+        if not is_many or incumbent.gap <= self.far_gap:
+            return
+        self.improve(part, run, incumbent.start or (0,) * len(part.problem.costs))
+        if incumbent.choice is not None and incumbent.gap > self.far_gap:
+            self.improve(part, run, incumbent.choice)
+
+    def choices(
+        self, problem: Problem, seed: int, start: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, ...] | None]:
+        """The best choice so far that is allowed and fits, after each move; None while there is none.
+
+        Args:
+            start: where moves start, which need not be allowed; None: at the cheapest option of every node.
+        """
         moves = Moves(problem, np.random.default_rng(seed))
+        if start is not None:
+            moves.choice = np.array(start)
         best, least, idle = None, np.inf, 0
         for _ in range(max(self.attempts, self.visits // len(problem.costs))):
             moves.move()

@@ -80,6 +80,10 @@ class Simplification:
             chosen[removed.node] = removed.option(chosen)
         return tuple(chosen[node] for node in range(len(chosen)))
 
+    def starts(self, choice: Sequence[int]) -> list[tuple[int, ...]]:
+        """A choice per part that is like one of the whole problem: the first option where that one's was dropped."""
+        return [tuple(int((labels == choice[node]).argmax()) for node, labels in nodes) for nodes in self._labels]
+
 
 @dataclass(frozen=True, eq=False)
 class ReducedProblem:
