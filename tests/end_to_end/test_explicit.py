@@ -401,14 +401,14 @@ def test_constraints_are_ignored_on_auto_axes_too(mesh):
         return lax.with_sharding_constraint(x @ w, NamedSharding(AUTO, P())).sum()
 
     options = {"mesh": mesh, "topology": "v5e:8"}
-    forced = plan(step, numbers(64, 64), numbers(256, 64), **options)
-    free = plan(step, numbers(64, 64), numbers(256, 64), **options, ignore_constraints=True)
-    plain = plan(lambda w, x: (x @ w).sum(), numbers(64, 64), numbers(256, 64), **options)
+    forced = plan(step, numbers(512, 512), numbers(2048, 512), **options)
+    free = plan(step, numbers(512, 512), numbers(2048, 512), **options, ignore_constraints=True)
+    plain = plan(lambda w, x: (x @ w).sum(), numbers(512, 512), numbers(2048, 512), **options)
     assert free.cost == plain.cost < forced.cost
     assert free.fingerprint == plain.fingerprint
     judged = {"in_shardings": (P(), P("data")), **options}
     bound, loose = (
-        evaluate(step, numbers(64, 64), numbers(256, 64), **judged, ignore_constraints=one) for one in (False, True)
+        evaluate(step, numbers(512, 512), numbers(2048, 512), **judged, ignore_constraints=one) for one in (False, True)
     )
     assert loose.cost < bound.cost
 
