@@ -132,7 +132,8 @@ def check_shapes(equation, rule):
             product = 1
             for factor in factors:
                 product *= rule.sizes[factor]
-            assert product == size or rule.permutation & set(factors), (equation, rule)
+            taps = not factors and equation.primitive == "conv_general_dilated"  # of a kernel: no factor, as in Shardy
+            assert product == size or taps or rule.permutation & set(factors), (equation, rule)
         assert len({f for dim in dims for f in dim}) == sum(map(len, dims)), "a factor twice in one tensor"
     in_results = {factor for dims in rule.results for dim in dims for factor in dim}
     special = rule.reduction | rule.need_replication | rule.permutation
