@@ -286,12 +286,15 @@ def _docstring(
         ]
     if table is None:
         lines += [f"Layouts of inner values are left out: {why}."]
+        if program is not None and departure(program):
+            lines += ["The step runs as it was written: rows that you add to a batch are not left out of its sums."]
     else:
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         if table.operations:
             lines += [
                 f"The operations of the step are written out here, since {table.departure}.",
                 "So `constrained` runs these, and takes from the step what its arguments and results are.",
+                "They have the static arguments and the closed-over values of the call that was planned.",
             ]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
     lines += [
