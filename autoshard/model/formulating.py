@@ -24,7 +24,7 @@ from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.heap.heap import Heap
-from autoshard.model.heap.overwriting import is_overwritten
+from autoshard.model.heap.overwriting import is_overwritten, lies_in_columns
 from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import (
     HEAP_OVERHEAD,
@@ -181,8 +181,8 @@ class _Formulator:
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
         self.returns = returned(program)
-        results = {value.id for value in program.results if isinstance(value, Value)}
-        self.unread = {value.id for value in program.values if not program.reads[value.id]} - results
+        self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
+        self.unread = {value.id for value in program.values if not program.reads[value.id]} - self.result_ids
         self.looped = looped(program)
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -397,13 +397,14 @@ class _Formulator:
         self._connect(node, holder, table)
         if held.used is None:
             return
+        in_columns = lies_in_columns(value, next(one for one in group.equations if value in one.outputs))
         read = ReadValue(
             made=output,
             used=held.used,
             readers=readers,
             holder=holder,
             sizes=self.prices.arrays.sizes(value, wants),
-            is_overwritten=is_overwritten(value, self.readers, self.backend.fusion),
+            is_overwritten=is_overwritten(value, self.readers, self.backend.fusion, self.result_ids, in_columns),
             strategies=self._strategies,
         )
         self._hold(part for term in READ_TERMS for part in term(read))

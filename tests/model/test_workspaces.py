@@ -11,7 +11,7 @@ from oracles import mesh_of
 from programs import f32
 
 from autoshard import plan
-from autoshard.model import workspaces
+from autoshard.model import formulating, workspaces
 from autoshard.model.heap.heap import Heap
 from autoshard.model.xla import fusion
 from autoshard.model.xla.cpu import reductions
@@ -115,6 +115,10 @@ RESULTS = {  # temporaries that lie where a result will, or do not
     "an argument": lambda x: (x, jnp.sort(x)),
     "what a loop hands on": lambda x: jax.lax.while_loop(lambda x: jnp.abs(x).max() > 1, lambda x: x * 0.5, x),
     "multiplied by one": lambda x: jnp.sort(x * jnp.ones((64, 64))),
+    "of columns": lambda x: jnp.linalg.cholesky(x) * 2,
+    "of columns, between": lambda x: jax.lax.linalg.lu(x * 3)[0] * 2,
+    "of columns, two": lambda x: jax.lax.linalg.qr(jax.lax.linalg.eigh(x, symmetrize_input=False)[0])[0] * 2,
+    "of columns, solved": lambda x: jax.lax.linalg.triangular_solve(x, x * 2, left_side=True) * 2,
     "of other dims": lambda x: jnp.sort(jnp.sort(x * 2).reshape(512, 16, 256), 1),
 }
 
@@ -132,6 +136,13 @@ def test_temporaries_lie_where_results_will(name):
 @pytest.mark.parametrize("name", ["written over", "ahead of it"])
 def test_a_result_whose_buffer_holds_nothing_before_is_caught(name, monkeypatch):
     monkeypatch.setattr(Heap, "in_results", lambda *_: [])
+    with pytest.raises(AssertionError):
+        assert_result_as_compiled(name)
+
+
+@pytest.mark.parametrize("name", ["of columns", "of columns, between"])
+def test_a_result_that_is_written_over_columns_is_caught(name, monkeypatch):
+    monkeypatch.setattr(formulating, "lies_in_columns", lambda *_: False)
     with pytest.raises(AssertionError):
         assert_result_as_compiled(name)
 

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from autoshard.model.groups import Group
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.xla.fusion import Fusion
-from autoshard.program import Value
+from autoshard.primitives import Work, facts_of
+from autoshard.program import Equation, Value
 
 
-def is_overwritten(value: Value, readers: Mapping[int, Sequence[Reader]], fusion: Fusion) -> bool:
+def lies_in_columns(value: Value, producer: Equation) -> bool:
+    """Whether an equation leaves a value as libraries of linear algebra do: columns of matrices one after another."""
+    is_library = facts_of(producer.primitive).work in (Work.FACTORIZATION, Work.TRIANGULAR_SOLVE)
+    matrices = producer.inputs[0].shape
+    return (is_library or producer.primitive in ("geqp3", "ormqr")) and len(value.shape) == len(matrices)
+
+
+def is_overwritten(
+    value: Value,
+    readers: Mapping[int, Sequence[Reader]],
+    fusion: Fusion,
+    results: Container[int] = (),
+    in_columns: bool = False,
+) -> bool:
     """Whether its one reader writes a result over a value; an elementwise one, over the first operand that it can.
 
     Args:
         readers: value id -> who reads it.
         fusion: the compiler's habit.
+        results: ids of the program's results. Their rows lie one after another.
+        in_columns: whether the columns of the value do (`lies_in_columns`). No result is written over it.
     """
     group = readers[value.id][0].group
     if len(readers[value.id]) > 1 or group is None:
@@ -23,7 +39,9 @@ def is_overwritten(value: Value, readers: Mapping[int, Sequence[Reader]], fusion
     if group.is_recomputed:
         is_renamed = all(equation.primitive in ("reshape", "squeeze") for equation in group.equations)
         made = group.outputs[0].value
-        return is_renamed and bool(readers[made.id]) and is_overwritten(made, readers, fusion)
+        return is_renamed and bool(readers[made.id]) and is_overwritten(made, readers, fusion, results, in_columns)
+    if in_columns and any(one.value.id in results for one in group.outputs):
+        return False
     if group.equations[0].primitive == "branch_join" and fusion.overwrites_operands:
         return value.bytes == group.outputs[0].value.bytes  # a branch makes its result where the step reads it
     if group.equations[0].primitive in fusion.overwritten_by:
