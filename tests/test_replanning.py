@@ -33,7 +33,7 @@ CHIP = Topology(
 SPECS = {"P()", "P('data')", "P(None, 'model')"}
 
 
-def arguments(width=64, batch=1024):
+def arguments(width=64, batch=1536):
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, np.float32)
 
@@ -41,7 +41,7 @@ def arguments(width=64, batch=1024):
     return {"weights": weights, "momentum": weights}, {"x": array(batch, width), "y": array(batch, width)}
 
 
-def planned(batch=1024, **options) -> Plan:
+def planned(batch=1536, **options) -> Plan:
     options = {"mesh": MESH, "topology": CHIP, "donate_argnums": 0} | options
     return autoshard.plan(mlp, *arguments(batch=batch), **options)
 
@@ -58,7 +58,8 @@ def explained(path):
 
 @functools.cache
 def tight() -> Plan:
-    return planned(memory=1_085_516)
+    """Of 550 kB 467.5 may be filled. `free` holds 495.7 outside the chip; with batches over both axes it is 430.2."""
+    return planned(memory=550_000)
 
 
 def argument(plan, name):
@@ -95,7 +96,7 @@ def test_other_layouts_are_solved():
 
 def test_memory_is_named_where_it_forces_a_layout():
     forced, bound = (" ".join(tight().explain(path).reasons) for path in ("batch/x", "weights/bias"))
-    assert re.search(r"Memory forces it: .* MiB at steps\.py:\d+ .* lies as P\(\"model\"\)", forced)
+    assert re.search(r"Memory forces it: .* KiB at steps\.py:\d+ .* lies as P\(\"model\"\)", forced)
     assert "Memory binds the plan but not this layout" in bound
     assert any("Memory forces nothing" in reason for reason in explained("weights/up").reasons)
 
@@ -145,9 +146,10 @@ def test_what_a_sharding_by_hand_leaves_on_the_table():
 
 WISHES = [
     {"fixed": {"params/weights/up": P("data", "model")}},
-    {"memory": "1100KiB"},
+    {"memory": "560KiB"},
     {"memory": "1GiB", "fixed": {"batch/x": P()}},
-    {"mesh": AbstractMesh((8,), ("data",)), "topology": "cpu:8"},
+    {"mesh": AbstractMesh((8,), ("data",)), "topology": "v5e:2x4"},
+    {"mesh": AbstractMesh((8,), ("data",)), "topology": "cpu:8", "memory": "1000KiB"},
 ]
 
 
@@ -230,7 +232,7 @@ def test_another_signature_says_what_changes():
     first, same = step.plan(*arguments()), step.plan(*arguments())
     second = step.plan(*arguments(batch=2048))
     assert not first.remark and not same.remark
-    assert "batch/x is float32[2048, 64], before float32[1024, 64]" in str(second)
+    assert "batch/x is float32[2048, 64], before float32[1536, 64]" in str(second)
     moved = sum(
         a.layout != b.layout for a, b in zip(first.arguments, second.arguments, strict=True) if "batch" not in a.name
     )
