@@ -1,13 +1,15 @@
 """Why predictions of `benchmarks/strangers.py` are off: per kind of exception one sentence.
 
-A reason belongs to a pattern of "machine family form" and a bar. What no pattern fits has the reason of its bar: what
-figures that are too low, or too high, have in common on that machine. These were read from compiled programs of a few
-rows of each kind.
+A reason belongs to a pattern of "machine family form" and a bar. It was read from compiled programs of that kind. What
+no pattern fits was not looked into. The page says so, and gives what figures that are too low, or too high, had in common
+on that machine in the programs that were read.
 """
 
 import fnmatch
 
 FIRST_LATENCY = 1e-5  # s; what estimates of GPU programs have at least that wait for a collective of a few bytes
+
+NOT_READ = "not looked into; likely: "
 
 KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar) -> why predictions are off
     ("* check *", "collectives"): "XLA drops what is only checked; the plan gathers it",
@@ -48,7 +50,6 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
     ("h100:1x8 cum*", "seconds"): "an associative scan reads its slices from the cache",
     ("* graph messages *", "*"): "rows that are gathered and scattered at once are stored once",
     ("cpu approx_top_k *", "peak"): "XLA sorts small operands in place",
-    # (pattern of "machine family form", bar) -> why predictions are off
     ("cpu attention *", "peak"): "XLA's YNN kernel for attention stores no scores",
     ("* bc[os]*", "peak"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
     ("* bc[os]*", "limit"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
@@ -111,7 +112,7 @@ def reason_of(what: str, bar: str, predicted: float, compiled: float) -> str:
             return why
     machine, is_low = what.split()[0], predicted < compiled
     if bar == "collectives":
-        return _SENT[is_low]
+        return NOT_READ + _SENT[is_low]
     if (machine, bar) == ("h100:1x8", "seconds") and is_low and compiled > FIRST_LATENCY:
         return _ALONE
-    return _GENERAL[machine, bar, is_low]
+    return NOT_READ + _GENERAL[machine, bar, is_low]
