@@ -1,8 +1,8 @@
 """Why predictions of `benchmarks/strangers.py` are off: per kind of exception one sentence.
 
 A reason belongs to a pattern of "machine family form" and a bar. It was read from compiled programs of that kind. What
-no pattern fits was not looked into. The page says so, and gives what figures that are too low, or too high, had in common
-on that machine in the programs that were read.
+no pattern fits was not looked into. The page says so, and gives what figures that are too low, or too high, had in
+common on that machine in the programs that were read.
 """
 
 import fnmatch
