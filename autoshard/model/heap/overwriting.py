@@ -14,8 +14,9 @@ from autoshard.program import Equation, Value
 def lies_in_columns(value: Value, producer: Equation) -> bool:
     """Whether an equation leaves a value as libraries of linear algebra do: columns of matrices one after another."""
     is_library = facts_of(producer.primitive).work in (Work.FACTORIZATION, Work.TRIANGULAR_SOLVE)
-    matrices = producer.inputs[0].shape
-    return (is_library or producer.primitive in ("geqp3", "ormqr")) and len(value.shape) == len(matrices)
+    if not is_library and producer.primitive not in ("geqp3", "ormqr"):
+        return False
+    return len(value.shape) == len(producer.inputs[0].shape)
 
 
 def is_overwritten(
