@@ -287,7 +287,7 @@ def _docstring(
     if table is None:
         lines += [f"Layouts of inner values are left out: {why}."]
         if program is not None and departure(program):
-            lines += ["The step runs as it was written: rows that you add to a batch are not left out of its sums."]
+            lines += ["The step runs as it was written: rows that are added to a batch count in its sums, for one."]
     else:
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         if table.operations:

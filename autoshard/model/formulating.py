@@ -347,9 +347,8 @@ class _Formulator:
         in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
         in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
         carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
-        in_place |= {
-            seen.id for seen, final in carries if final.id in self.returns
-        }  # a loop that ends in a result's buffer
+        # A loop may end in a result's buffer.
+        in_place |= {seen.id for seen, final in carries if final.id in self.returns}
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
@@ -397,7 +396,7 @@ class _Formulator:
         self._connect(node, holder, table)
         if held.used is None:
             return
-        in_columns = lies_in_columns(value, next(one for one in group.equations if value in one.outputs))
+        in_columns = lies_in_columns(value, self.program.makers[value.id])
         read = ReadValue(
             made=output,
             used=held.used,

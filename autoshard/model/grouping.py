@@ -77,7 +77,7 @@ def groups_of(
     summed = summed_products(program, once, home) if backend.sums.adds_first else {}
     users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
     unneeded, late = _leading_to_results(program, groups, users)
-    stacked, ending = _stacked(groups, users), _ending_products(groups, readers, home)
+    stacked, ending = _stacked(groups, users), _ending_products(groups, readers, home, makers)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
     again = recomputation(program, groups, users, needed_outside | scattered, backend, math.prod((mesh or {}).values()))
@@ -133,9 +133,10 @@ def _joined(
     return [_group_of(i, draft, readers, home, needed_outside) for i, draft in enumerate(reversed(drafts))]
 
 
-def _ending_products(groups: Sequence[Group], readers: _Readers, home: Mapping[int, Group]) -> list[bool]:
+def _ending_products(
+    groups: Sequence[Group], readers: _Readers, home: Mapping[int, Group], makers: Mapping[int, Group]
+) -> list[bool]:
     """`Group.ends_product` of each group: what alone reads a product, and what reduces that or the product itself."""
-    makers = {made.value.id: group for group in groups for made in group.outputs}
     ends = [False] * len(groups)
     for group in groups:
         made_by = [(use.value.id, makers[use.value.id]) for use in group.uses if use.value.id in makers]

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from oracles import slow_chips
+from written_code import defined
 
 import autoshard
 from autoshard.compiled.collectives import read_collectives
@@ -36,13 +37,6 @@ def collectives(hlo):
     for one in read_collectives(hlo, {"data": 4, "model": 2}):
         found[one.kind, one.axes] += one.bytes
     return found
-
-
-def defined(code):
-    """What the code defines."""
-    names = {"__name__": "carried"}
-    exec(compile(code, "carried.py", "exec"), names)
-    return names
 
 
 # What runs the code: a process in which importing autoshard fails.

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from oracles import slow_chips
+from written_code import defined
 
 import autoshard
 
@@ -16,13 +17,6 @@ WEIGHT = np.full((16, 16), 0.1, np.float32)
 
 def mesh_of():
     return jax.make_mesh((4, 2), ("data", "model"))
-
-
-def defined(code):
-    """What the code defines."""
-    names = {"__name__": "written"}
-    exec(compile(code, "written.py", "exec"), names)
-    return names
 
 
 def model_of():

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from oracles import slow_chips
+from written_code import defined
 
 import autoshard
 from autoshard.compiled.collectives import read_collectives
@@ -19,13 +20,6 @@ from autoshard.export.standalone import Table, constrained_results
 
 def mesh_of():
     return jax.make_mesh((4, 2), ("data", "model"))
-
-
-def defined(code):
-    """What the code defines."""
-    names = {"__name__": "written"}
-    exec(compile(code, "written.py", "exec"), names)
-    return names
 
 
 def collectives(text):

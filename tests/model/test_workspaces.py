@@ -35,22 +35,26 @@ RAGGED = {
 }
 
 
-def assert_peak_as_compiled(name):
+def assert_peak_as_compiled(function, *arguments, rel, **options):
+    found = plan(function, *arguments, mesh=mesh_of({"x": 8}), **options).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=rel)
+
+
+def assert_ragged_product_as_compiled(name):
     function, arguments = RAGGED[name]
-    found = plan(function, *arguments, mesh=mesh_of({"x": 8})).verify()
-    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.1), name
+    assert_peak_as_compiled(function, *arguments, rel=0.1)
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_products_hold_tokens_once_per_group(name):
-    assert_peak_as_compiled(name)
+    assert_ragged_product_as_compiled(name)
 
 
 def test_a_workspace_that_is_left_out_is_caught(monkeypatch):
     rows = dict(workspaces.WORKSPACES["cpu"]) | {"ragged_dot_general": lambda shards: shards.operands[0]}
     monkeypatch.setattr(workspaces, "WORKSPACES", {**workspaces.WORKSPACES, "cpu": rows})
     with pytest.raises(AssertionError):
-        assert_peak_as_compiled("product")
+        assert_ragged_product_as_compiled("product")
 
 
 MOVES = {
@@ -63,8 +67,7 @@ MOVES = {
 
 
 def assert_nothing_is_stored_between(name):
-    found = plan(MOVES[name], f32(512, 16, 64), mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
-    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.01), name
+    assert_peak_as_compiled(MOVES[name], f32(512, 16, 64), rel=0.01, fixed={"*": P("x")})
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -90,9 +93,7 @@ REDUCTIONS = {  # what is reduced over 64 or 16 elements
 
 
 def assert_reduction_as_compiled(name):
-    function, argument = REDUCTIONS[name]
-    found = plan(function, argument, mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
-    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.12), name
+    assert_peak_as_compiled(*REDUCTIONS[name], rel=0.12, fixed={"*": P("x")})
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -124,8 +125,7 @@ RESULTS = {  # temporaries that lie where a result will, or do not
 
 
 def assert_result_as_compiled(name):
-    found = plan(RESULTS[name], f32(512, 64, 64), mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
-    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.06), name
+    assert_peak_as_compiled(RESULTS[name], f32(512, 64, 64), rel=0.06, fixed={"*": P("x")})
 
 
 @pytest.mark.parametrize("name", RESULTS)

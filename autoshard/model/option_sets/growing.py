@@ -27,7 +27,7 @@ LEAST_AXES = 4  # axes of more than one device; a problem over fewer is always p
 MOST_LAYOUTS = 4_000  # of all shapes in the step together; a problem of no more is priced whole
 REFINEMENTS = 1  # parts that are searched after the first, each near the best choice of the one before
 MOST_CHANGED_AXES = 1  # mesh axes that an option near a choice may give to another factor
-PART_SHARE = 8  # of the time limit: one such part is what each search in a part of a problem gets
+PART_SHARE = 0.125  # of the time limit: what each search in a part of a problem gets
 LATE_REMARK = (
     "time: the time limit ended before the costs of all shardings were known. Only those were compared in which mesh "
     "axes split dims together. Raise time_limit= for a plan that may be faster."
@@ -100,7 +100,7 @@ def in_parts(
         return _as_one_axis(axes, formulated)
     try:
         for _ in range(REFINEMENTS):
-            choice = solve_within(part, time_limit / PART_SHARE, until=until, search=search).choice
+            choice = solve_within(part, PART_SHARE * time_limit, until=until, search=search).choice
             near = near_choice(part, choice, _partitions_used(part, choice, partitions))
             part = formulated(offered=replace(near, steps_by_rank=offered.steps_by_rank), until=until)
     except SolverError:

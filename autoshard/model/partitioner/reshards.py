@@ -63,7 +63,7 @@ def partitioned(
     shapes = {value.id: value.shape for value in program.values}
     even = {id_: _in_order(shapes[id_], layout, mesh) for id_, layout in layouts.items()}
     hoisted: frozenset[tuple[int, Layout]] = frozenset()
-    while True:  # once more per depth of loops in loops
+    while True:  # once more if loops read what can be resharded before them
         rewriting = _ProgramBuilder(program, dict(even), mesh, scatters, hoisted)
         for equation, rule in zip(program.equations, rules, strict=True):
             rewriting.add(equation, rule)

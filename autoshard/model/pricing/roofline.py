@@ -19,9 +19,8 @@ from autoshard.model.xla.tiles import row_padding
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value, dtype_name
 
-_SAME_BUFFER = frozenset(
-    {"scan_const", "scan_carry", "branch_const", "branch_join"}
-)  # no work: results are the operand's buffer
+# These do no work: results are the operand's buffer.
+_SAME_BUFFER = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})
 _READS_RESULT_BYTES = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # of operands
 
 

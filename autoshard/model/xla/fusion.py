@@ -45,9 +45,7 @@ class Fusion:
     stores_scattered: bool = False  # what scatters is no part of what reads it
     overwrites_operands: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
     overwritten_by: frozenset[str] = frozenset()  # other primitives that go into such a buffer
-    reshapes_in_place: bool = (
-        False  # arrays are dense: other dims for the same elements are no copy, whoever reads them
-    )
+    reshapes_in_place: bool = False  # arrays are dense: other dims for the same elements are no copy
 
 
 @dataclass(frozen=True)

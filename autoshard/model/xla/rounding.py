@@ -132,7 +132,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
                 moved[made.value.id] = wanted[made.value.id] = BFLOAT16_BYTES
                 continue
             note(made.value)
-            maker = next(equation for equation in group.equations if made.value in equation.outputs)
+            maker = program.makers[made.value.id]
             if rounding.widens_after_moves and _converts(maker) and maker.inputs[0].itemsize < made.value.itemsize:
                 moved[made.value.id] = maker.inputs[0].itemsize
     for value in program.arguments:

@@ -38,9 +38,6 @@ class OptionBounds:
     build_sweeps: float = 10.0  # what it takes to build a relaxation
     quick_seconds: float = 10.0  # of a quiet core: after so long a good enough choice ends bounds without prices, too
     polishing_gap: float = 0.05  # of the bound: what a choice may cost more to be worth moves
-    far_gap: float = (
-        0.2  # of the bound: from which on moves come before all else that follows bounds, if options are many
-    )
     close_share: float = 0.05  # of the time left, for what follows bounds once the gap is that of repeated nodes
     relaxation: RelaxationSettings = RELAXATION
     moves: ForestMoves = field(default_factory=ForestMoves)

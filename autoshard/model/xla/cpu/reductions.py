@@ -22,25 +22,9 @@ _TYPES = {
     "reduce_sum": ("float32", "float64"),
 }
 _KNOWN_TYPES = ("bfloat16", "float32", "float64")
-_KNOWN = frozenset(
-    (
-        *(
-            "abs",
-            "add",
-            "add_any",
-            "ceil",
-            "convert_element_type",
-            "div",
-            "erf",
-            "exp",
-            "expm1",
-            "floor",
-            "integer_pow",
-        ),
-        *("log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "round", "rsqrt", "sign", "sqrt", "square"),
-        *("sub", "tanh"),
-    )
-)
+_ARITHMETIC = {"abs", "add", "add_any", "convert_element_type", "div", "max", "min", "mul", "neg", "sign", "sub"}
+_POWERS = {"exp", "expm1", "integer_pow", "log", "log1p", "pow", "rsqrt", "sqrt", "square"}
+_KNOWN = _ARITHMETIC | _POWERS | {"ceil", "erf", "floor", "logistic", "round", "tanh"}
 
 
 def computes_as_it_reduces(reduction: Equation, made: Sequence[Equation], alone: bool, devices: int = 1) -> bool:
