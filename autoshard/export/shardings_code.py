@@ -29,6 +29,7 @@ from autoshard.lower import xla_faults
 from autoshard.operations import reduce_scatter
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
+from autoshard.program.signature import named_arguments, text_of_function, text_of_value
 from autoshard.program.trees import Tree, holds_flat_objects
 
 Style = Literal["specs", "explicit", "flax"]
@@ -59,6 +60,7 @@ def typed_mesh(mesh):
 '''
 
 _AUTO_MESH = inspect.getsource(standalone.auto_mesh)
+_SIGNATURES = "\n\n".join(map(inspect.getsource, (named_arguments, text_of_function, text_of_value)))
 
 _NODE = '''
 class _Any:
@@ -200,6 +202,8 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
+    if pasted:
+        modules += ["functools", "inspect", "re"]
     if table is not None and is_written:
         modules += [*PRIMITIVE_MODULES, *table.modules]
     if axes is not None:
@@ -217,7 +221,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         table.operations if table is not None else "",
         putting,
         _NODE if needs_node else "",
-        *(map(_source_of, pasted) if pasted else [_AUTO_MESH]),
+        *((*map(_source_of, pasted), _SIGNATURES) if pasted else [_AUTO_MESH]),
         PRIMITIVES if is_written else "",
         CONSTRAIN_MODULES if takes_modules else "",
     ]
@@ -294,7 +298,8 @@ def _docstring(
             lines += [
                 f"The operations of the step are written out here, since {table.departure}.",
                 "So `constrained` runs these, and takes from the step what its arguments and results are.",
-                "They have the static arguments and the closed-over values of the call that was planned.",
+                "They have the static arguments and the closed-over values of the call that was planned; static",
+                "arguments that print otherwise are refused.",
             ]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
     lines += [
