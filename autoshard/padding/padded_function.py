@@ -26,7 +26,8 @@ class _StepOfPaddedBatch(ShardedFunction[Parameters, Result]):
     """The step that runs on the padded batch."""
 
     def _finished(self, program: Program) -> Program:
-        return replace(super()._finished(program), departure="the step runs on a padded batch; pad the batch yourself")
+        departure = "the step runs on a padded batch; pad the batch yourself"
+        return replace(super()._finished(program), departure=departure, adds_rows=True)
 
 
 class PaddedFunction(ShardedFunction[Parameters, Result]):

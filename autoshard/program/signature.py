@@ -63,13 +63,15 @@ def named_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     >>> named_arguments(lambda x, rate=0.1, **more: None, [1], {"turns": 3})
     {0: 1, 'turns': 3, 'x': 1, 'rate': 0.1, 'more': {'turns': 3}}
     """
-    found: dict[str | int, Any] = {**dict(enumerate(args)), **kwargs}
+    found: dict[str | int, Any] = dict(enumerate(args))
+    found.update(kwargs)
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except (TypeError, ValueError):  # it has no signature, or cannot be called so
         return found
     bound.apply_defaults()
-    return {**found, **bound.arguments}
+    found.update(bound.arguments)
+    return found
 
 
 def text_of_function(fn: Callable) -> str:

@@ -90,9 +90,13 @@ def called(model, x, how):
     return getattr(jnp, how)(model(x))
 
 
+def applied(w, x):
+    return (jnp.tanh(x @ w) @ w.T).at[0].apply(jnp.sin)
+
+
 UNEVEN = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((257, 257), (63, 257))]
 DEPARTURES = [  # step, arguments, options, what the code says
-    (lambda w, x: jnp.tanh(x @ w) @ w.T, UNEVEN, {"pad": "auto"}, "(pad='auto'); operation at"),
+    (applied, UNEVEN, {"pad": "auto"}, "(pad='auto'); scatter at"),
     (told, (model_of(), X), {}, "or the step returns, what is no array"),
     (called, (model_of(), X, "sum"), {}, "takes leaves that are no arrays"),
 ]
