@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import FunctionType
 
@@ -79,7 +79,8 @@ def room_of(module: str) -> int | None:
     return next(rooms, None)
 
 
-def imports_of(source: str, package: str) -> set[str]:
+@cache  # two tests ask of every file
+def imports_of(source: str, package: str) -> frozenset[str]:
     """Every module that code standing in `package` imports when it runs, as absolute dotted names.
 
     `from a import b` counts as `a.b`, since b may be a module. Imports under `if TYPE_CHECKING` never run.
@@ -101,7 +102,7 @@ def imports_of(source: str, package: str) -> set[str]:
             visit(child)
 
     visit(ast.parse(source))
-    return found
+    return frozenset(found)
 
 
 def violations(sources: dict[str, str]) -> list[str]:
@@ -140,6 +141,24 @@ def violations(sources: dict[str, str]) -> list[str]:
     return problems
 
 
+def circles(sources: dict[str, str]) -> list[list[str]]:
+    """Modules that import each other when they run, be it late, inside of functions."""
+    imported = {
+        module: {
+            name
+            for target in imports_of(source, package=module.rpartition(".")[0])
+            for name in (target if target in sources else target.rpartition(".")[0],)
+            if name in sources and name != module
+        }
+        for module, source in sources.items()
+    }
+    while ends := {module for module, others in imported.items() if not others & imported.keys()}:
+        imported = {module: others for module, others in imported.items() if module not in ends}
+    while starts := imported.keys() - {one for others in imported.values() for one in others}:
+        imported = {module: others for module, others in imported.items() if module not in starts}
+    return [[module, *sorted(others & imported.keys())] for module, others in sorted(imported.items())]
+
+
 def package_sources() -> dict[str, str]:
     files = sorted(PACKAGE.rglob("*.py"))
     return {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file.read_text() for file in files}
@@ -147,6 +166,18 @@ def package_sources() -> dict[str, str]:
 
 def test_imports_run_one_way():
     assert violations(package_sources()) == []
+
+
+def test_no_import_closes_a_circle():
+    assert circles(package_sources()) == []
+
+
+def test_a_circle_that_a_late_import_closes_is_found():
+    late = "def f():\n    from autoshard import b\n"
+    sources = {"autoshard.a": late, "autoshard.b": "import autoshard.c", "autoshard.c": "from autoshard.a import f"}
+    assert [row[0] for row in circles(sources | {"autoshard.d": "import autoshard.a"})] == [*sources]
+    typed = "if TYPE_CHECKING:\n    from autoshard.a import f\n"
+    assert circles(sources | {"autoshard.c": typed}) == []
 
 
 NEW = "autoshard.plans.new"  # a module of the middle

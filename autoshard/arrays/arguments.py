@@ -17,7 +17,7 @@ from autoshard.jaxprs import HOST, IN_HOST_MEMORY, is_array
 from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
 from autoshard.program.explicit import is_explicit, type_sharding
-from autoshard.program.flattening import static_places
+from autoshard.program.signature import static_places
 
 # Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode. A token has no
 # shape; its type is its abstract value.

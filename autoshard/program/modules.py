@@ -18,8 +18,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, PyTreeDef, SequenceKey, tree_flatten_with_path
 
-from autoshard.program.flattening import static_places
-from autoshard.program.signature import Arguments
+from autoshard.program.signature import Arguments, static_places
 from autoshard.program.trees import Box, FlatObject, Tree
 
 _Path = tuple[Any, ...]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import jax
 from jax.tree_util import GetAttrKey, PyTreeDef, keystr, register_pytree_with_keys_class, tree_flatten_with_path
 
-from autoshard.program.flattening import static_places
+from autoshard.program.signature import static_places
 
 # nnx holds every array in the `value` of a Variable: names of arrays leave this key out.
 VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
