@@ -121,7 +121,7 @@ def test_a_padded_step_that_cannot_be_written_is_refused():
         return jnp.mean(jax.pure_callback(np.sin, rows[:, 0].sum(), rows[:, 0].sum()) * rows)
 
     plan = autoshard.autoshard(step, mesh=mesh_of(), pad="batch").plan(array(7, 16))
-    with pytest.raises(autoshard.PlanError, match="would count the rows that are added.* pure_callback cannot"):
+    with pytest.raises(autoshard.PlanError, match=r"would count the rows that are added.* pure_callback cannot"):
         plan.to_code()
 
 
