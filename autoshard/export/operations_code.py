@@ -47,7 +47,7 @@ _FUNCTIONS = {"ragged_dot_general", *FUNCTIONS} | {
 }
 # Of a scatter, what its function takes; the others are functions that the function makes itself.
 _SCATTERS = ("dimension_numbers", "indices_are_sorted", "mode", "unique_indices")
-_DIGITS_PER_LINE = 100
+_DIGITS_PER_LINE = 100  # of hexadecimal numbers, so that lines stay below 120 columns
 
 
 def operations_code(closed: ClosedJaxpr) -> tuple[str, frozenset[str]]:
