@@ -19,7 +19,7 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes
-from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs
+from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs, with_loops
 from autoshard.stage_search import MicrobatchCosts, StageSpace, StageTable
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12)  # virtual stages per device: more of them than divide the layers evenly gain little
@@ -71,14 +71,18 @@ class PlannedSpace:
         Returns:
             None if all of these were planned before, or cannot be.
         """
-        planned = [name for name in shapes if self._planner.plan(self.shapes[name], microbatches)]
+        planned = [name for name in shapes if self._planner.plan_further(self.shapes[name], microbatches)]
         if not planned:
             return None
         for name in planned:
             shape = self.shapes[name]
             self._planner.plan_lean(shape, self.space.row.devices // shape.in_row.devices, microbatches)
-        tables = [self._planner.tables(shape, microbatches) for shape in self.shapes.values()]
-        costs = replace(self.space.costs[microbatches], tables=tuple(itertools.chain(*tables)))
+        known, tables = self.space.costs[microbatches], list[StageTable]()
+        for name, shape in self.shapes.items():
+            again = name in planned
+            own = self._planner.tables(shape, microbatches) if again else known.tables
+            tables += [table for table in own if table.shape.name == name]
+        costs = replace(known, tables=tuple(tables))
         return replace(self, space=replace(self.space, costs={**self.space.costs, microbatches: costs}))
 
 
@@ -90,6 +94,7 @@ class _UnitPlanner:
         self.cuts: dict[int, UnitCut] = {}
         self.fast: dict[str, dict[int, UnitCosts]] = {}  # by names of sub-meshes and numbers of microbatches
         self._lean: dict[str, dict[int, UnitCosts]] = {}  # the same for plans that fit
+        self._with_loops: set[tuple[str, int]] = set()  # of which stages of several units were planned, too
 
     def cut(self, microbatches: int) -> UnitCut:
         """
@@ -112,6 +117,17 @@ class _UnitPlanner:
         if costs is not None:
             found[microbatches] = costs
         return costs is not None
+
+    def plan_further(self, shape: SubMeshShape, microbatches: int) -> bool:
+        """Plans for speed, stages of several units too; whether costs are known now that were not."""
+        is_new, known = self.plan(shape, microbatches), self.fast[shape.in_row.name]
+        if microbatches not in known or (shape.in_row.name, microbatches) in self._with_loops:
+            return is_new
+        self._with_loops.add((shape.in_row.name, microbatches))
+        found = with_loops(self.cut(microbatches), shape, self.request.backend, known[microbatches])
+        is_new |= found.loop_bytes > 0
+        known[microbatches] = found
+        return is_new
 
     def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> None:
         """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages."""
@@ -181,7 +197,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
 def _in_proportion(known: UnitCosts, other: UnitCosts, base: UnitCosts) -> UnitCosts:
     """Costs for another number of microbatches, which grow as those of other plans do."""
     ratio = np.divide(other.values, base.values, out=np.ones_like(base.values), where=base.values > 0)
-    return UnitCosts(known.values * ratio)
+    return UnitCosts(known.values * ratio, other.loop_bytes)
 
 
 def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCosts:
@@ -199,7 +215,8 @@ def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCost
     (low, many), (high, few) = next((pair for pair in pairs if 1 / count <= pair[1][0]), pairs[-1])
     share = (1 / count - low) / (high - low)
     values = known[many].values * (1 - share) + known[few].values * share
-    return UnitCosts(np.maximum(values, known[many].values * min(1.0, 1 / count / low)))
+    least = known[many].values * min(1.0, 1 / count / low)
+    return UnitCosts(np.maximum(values, least), max(one.loop_bytes for one in (known[many], known[few])))
 
 
 def microbatch_counts(rows: int, most: int = 512) -> list[int]:

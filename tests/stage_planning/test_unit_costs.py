@@ -7,7 +7,7 @@ import pytest
 
 from autoshard import topology
 from autoshard.stage_planning.space import SpaceRequest, between_microbatches, planned_space
-from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, lean_unit_costs
+from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, kinds_of, lean_unit_costs
 
 
 def unit_costs_of(**rows):
@@ -30,6 +30,14 @@ def test_lean_units_fill_the_memory_of_a_stage_beside_what_one_of_them_works_in(
     assert held[1] / held[0] == pytest.approx(32 / 12)  # in proportion to what fast plans hold
     roomy = SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(memory_bytes=100.0))
     assert lean_unit_costs(units, roomy, SimpleNamespace(usable=usable), fast, stages, in_flight) is fast
+
+
+def test_a_layer_with_a_norm_behind_it_is_like_the_others():
+    units = [SimpleNamespace(forward_flops=flops, parameter_bytes=size) for flops, size in UNITS]
+    assert kinds_of(units) == [0, 1, 1, 1, 4, 5, 5]
+
+
+UNITS = [(0.0, 1e9), (1e12, 7e9), (1e12, 7e9), (1.00002e12, 7.0001e9), (1.1e12, 7e9), (1e9, 0), (1e9, 0)]
 
 
 def test_costs_that_are_planned_are_taken_and_others_lie_between():
