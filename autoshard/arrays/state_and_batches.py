@@ -18,7 +18,7 @@ from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
 from autoshard.plans.plan import PlanData
 
-_LISTED = 5  # arrays or parts that a message names at most
+_LISTED_PARTS = 5  # arrays or parts that a message names at most
 
 
 def init(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -247,7 +247,9 @@ def _not_found(there: Sequence[Leaf], wanted: Sequence[Leaf], what: str, plan: P
             f"{what} {one}, where {plan.name} is planned for {other}.\n"
             "Use the shapes and dtypes that the plan was made with, or plan for these."
         )
-    listed = ", ".join(map(str, wanted[:_LISTED])) + (f" and {len(wanted) - _LISTED} more" * (len(wanted) > _LISTED))
+    listed = ", ".join(map(str, wanted[:_LISTED_PARTS])) + (
+        f" and {len(wanted) - _LISTED_PARTS} more" * (len(wanted) > _LISTED_PARTS)
+    )
     known = ", ".join(dict.fromkeys(leaf.keys[0] for leaf in there))
     return (
         f"{what} {listed}. No part of the arguments of {plan.name} ({known}) holds the same arrays under the same "

@@ -40,7 +40,7 @@ _Part = tuple[str, int]  # a mesh axis, and which of its prime parts
 Axes = tuple[_Part, ...]
 PartLayout = tuple[Axes, ...]
 
-_ROUNDS = 5
+_SPREAD_ROUNDS = 5  # of spreading; `Operation.direction` says which way layouts go in each
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def propagate_layouts(
     """
     parts = {axis: _parts(axis, devices) for axis, devices in mesh.items()}
     spread = _LayoutSpread(Operations(program, rules, fixed, ends or {}, order), parts)
-    for round_ in range(_ROUNDS):
+    for round_ in range(_SPREAD_ROUNDS):
         spread.to_fixed_point(round_)
     spread.lay_out_constants()
     laid_as = {value.id: spread.operations.laid_as(value) for value in program.values}

@@ -51,7 +51,7 @@ class SpaceRequest:
     least_task_seconds: float = DISPATCH_SECONDS
     shapes: Sequence[SubMeshShape] = ()  # () for all
     least_stages: int = 1
-    most_stages: int = 32
+    most_stages: int = 32  # of a pipeline, however many devices there are
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,7 +35,7 @@ from autoshard.stage_search.whole_layers import WholeLayers
 _APART = 0.01  # of the work: gradients of weights that take less are as good as none
 _PROGRAMS = 0.03  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
 _LARGEST_PROGRAM = 6_000  # tasks: what programs take grows faster than they do
-_NEAR = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
+_NEAR_BEST = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class _Search:
         first: list[tuple[float, int, PipelineChoice]] = []
         least = math.inf
         for kind in sorted(kinds, key=lambda kind: kind.estimate):
-            if kind.estimate >= least * _NEAR or not math.isfinite(kind.estimate):
+            if kind.estimate >= least * _NEAR_BEST or not math.isfinite(kind.estimate):
                 break
             stages = kind.next(math.inf)
             if stages is not None:
@@ -266,7 +266,7 @@ class _Search:
                 first.append((estimated_seconds(self.space, choice), len(first), choice))
                 least = min(least, first[-1][0])
         for estimate, _, choice in sorted(first, key=lambda one: one[:2]):
-            if estimate >= self.incumbent * _NEAR or (self.best is not None and not self._may_go_on(share)):
+            if estimate >= self.incumbent * _NEAR_BEST or (self.best is not None and not self._may_go_on(share)):
                 return
             self._take(self.simulate(choice))
 
@@ -276,7 +276,7 @@ class _Search:
             (one for one in self.seen.values() if one is not None and one.fits), key=lambda one: one.seconds
         )
         for one in _best_of_kinds(fitting)[: self.settings.polished]:
-            if one.seconds < self.incumbent * _NEAR:
+            if one.seconds < self.incumbent * _NEAR_BEST:
                 self._take(polished(self.space, one, self.simulate, lambda: self._may_go_on(share)))
 
     def _look_further(self, kinds: Sequence[Kind], share: float) -> None:

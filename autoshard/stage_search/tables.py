@@ -117,7 +117,7 @@ class StageSpace:
     costs: Mapping[int, MicrobatchCosts]  # number of microbatches -> costs
     schedules: Sequence[tuple[str, int]] = (("1f1b", 1),)  # name, chunks
     least_task_seconds: float = 0.0  # s: a task takes no less, since it has to be dispatched
-    most_stages: int = 64
+    most_stages: int = 64  # of a pipeline
 
     def __post_init__(self) -> None:
         sizes = {table.layers for costs in self.costs.values() for table in costs.tables}

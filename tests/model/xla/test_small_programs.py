@@ -13,7 +13,7 @@ import autoshard
 from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
-from autoshard.model import formulating
+from autoshard.model import formulating, grouping
 from autoshard.model.xla import backends, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
@@ -56,6 +56,14 @@ def normal(seed):
     return jax.random.normal(jax.random.wrap_key_data(seed), (4, 16, 256))
 
 
+def normalised(x, scale):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (scale + 1)
+
+
+def gated(x, y):
+    return jnp.where(x > 0, x, y), jnp.where(x > 0, y, x), jnp.where(x > 0, 0.0, x)
+
+
 def without(**fields):
     """A fault: the constants of v5e without some of them."""
     return lambda patch: patch.setattr(
@@ -65,6 +73,15 @@ def without(**fields):
 
 def rounds_no_stacks(patch):
     patch.setattr(formulating, "rounded_for_loops", lambda program, widths: set())
+
+
+def nothing_runs_ahead(patch):
+    patch.setattr(operations, "_operations_ahead", lambda group: 0)
+    patch.setattr(grouping, "running_ahead", lambda groups, users, repeated: [False] * len(groups))
+
+
+def nothing_runs_beside(patch):
+    patch.setattr(grouping, "running_beside", lambda groups, repeated, ending: [False] * len(groups))
 
 
 def every_product_fills_the_unit(patch):
@@ -91,6 +108,20 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         [array(64, 64), array(1024, 64), array(1024, 64)],
         [WHOLE, ROWS, ROWS],
         without(combining=Combining(below_bytes=2.0**26)),
+    ),
+    "what a larger loop repeats": (normalised, [array(64, 256), array(256)], [WHOLE, WHOLE], nothing_runs_ahead),
+    "several results of one array": (gated, [array(64, 256), array(64, 256)], [WHOLE, WHOLE], nothing_runs_beside),
+    "a sum and what else is made": (
+        lambda x: (x.sum(1), x.max(0), x * 2),
+        [array(64, 256)],
+        [WHOLE],
+        nothing_runs_beside,
+    ),
+    "an argument that a loop goes on from": (
+        lambda x: jax.lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x * 0.5, x),
+        [array(256, 1024)],
+        [WHOLE],
+        lambda patch: patch.setattr(grouping, "_entering_loops", lambda program, groups, staying: set()),
     ),
     "all distances": (
         lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),
