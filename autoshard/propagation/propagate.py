@@ -177,7 +177,7 @@ class _LayoutSpread:
             self.agree(end, "both")
         stack = [index for index in reversed(range(len(waiting))) if waiting[index]]
         overlooked: set[int] = set()
-        is_last = round_ == _ROUNDS - 1
+        is_last = round_ == _SPREAD_ROUNDS - 1
         while stack or (overlooked and is_last):
             if not stack:
                 stack, overlooked = sorted(overlooked, reverse=True), set()
