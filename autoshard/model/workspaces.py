@@ -43,6 +43,8 @@ _LEAST_TEMPORARY_BYTES = 2**14  # of libtpu
 # Rows x columns x summed elements up to which XLA's GPU compiler writes a product of float32 or wider as loops.
 _MOST_LOOPED_PRODUCT = 100
 
+_KEYS_APART = 3  # times the bytes of keys that XLA's CPU backend encrypts with: their words, and the schedule of these
+
 Formula = Callable[[ShardBytes], float]
 
 
@@ -80,17 +82,19 @@ def all_results(shards: ShardBytes) -> float:
 def _threefry_bits(shards: ShardBytes) -> float:
     """XLA's CPU backend encrypts in a loop: two words per element that go in, and two that come out.
 
-    The bits take the place of one of them, if they are as wide.
+    The bits take the place of one of them, if they are as wide. Each of many keys is taken apart and put in order.
     """
     if _is_drawn_by_hardware(shards.equation):
         return 0.0
     words = shards.whole / shards.itemsize * max(1, shards.itemsize // 4)
-    return 16 * words - (shards.whole if shards.itemsize >= 4 else 0)
+    return 16 * words - (shards.whole if shards.itemsize >= 4 else 0) + _KEYS_APART * shards.operands[0]
 
 
 def _threefry_keys(shards: ShardBytes) -> float:
     """Two words per key that go in, and two that come out, before these are put together."""
-    return 0.0 if _is_drawn_by_hardware(shards.equation) else 3 * shards.whole
+    if _is_drawn_by_hardware(shards.equation):
+        return 0.0
+    return 1.5 * shards.whole + _KEYS_APART * shards.operands[0]
 
 
 def _is_drawn_by_hardware(equation: Equation) -> bool:
@@ -280,7 +284,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "ragged_dot_general": _groups_apart,
         "regularized_incomplete_beta": lambda shards: 39 * shards.whole / shards.itemsize,
         "random_bits": _threefry_bits,
-        "random_fold_in": lambda shards: 4.5 * shards.whole,
+        "random_fold_in": _threefry_keys,
         "random_split": _threefry_keys,
         **dict.fromkeys(
             ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _batched_updates
@@ -365,8 +369,12 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
         return 0  # a stable sort counts the places of what it sorts
     if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:
         return 0
-    if equation.primitive in _POSITIONS and (equation.inputs[0].dtype.itemsize < 4 or not equation.outputs[0].shape):
-        return _SCALARS.get(backend, {}).get(equation.primitive, 0) - 1  # the element beside the position is none
+    if (
+        equation.primitive in _POSITIONS
+        and isinstance(operand := equation.inputs[0], Value)
+        and not operand.from_outside
+    ):
+        return _SCALARS.get(backend, {}).get(equation.primitive, 0) - 1
     if equation.primitive in _PRIMITIVES_OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
         return 0
     return _SCALARS.get(backend, {}).get(equation.primitive, 0)

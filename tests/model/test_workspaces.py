@@ -173,3 +173,23 @@ def test_what_compiled_programs_do_not_do_is_not_counted(name):
     found = plan(IDLE[name], f32(512, 512), mesh=mesh_of({"x": 8}), fixed={"*": P("x")}).verify()
     assert not found.predicted and not found.actual
     assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.01)
+
+
+MANY_KEYS = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2**13))
+ENCRYPTED = {
+    "two keys of each": lambda key: jax.random.key_data(jax.random.split(key, 2)),
+    "eight keys of each": lambda key: jax.random.key_data(jax.random.split(key, 8)),
+    "another key": lambda key: jax.random.key_data(jax.random.fold_in(key, 3)),
+    "bits": lambda key: jax.random.bits(key),
+}
+
+
+@pytest.mark.parametrize("name", ENCRYPTED)
+def test_ciphers_of_many_keys_hold_their_words(name):
+    assert_peak_as_compiled(jax.vmap(ENCRYPTED[name]), MANY_KEYS, rel=0.06, fixed={"*": P("x")})
+
+
+def test_a_cipher_whose_keys_hold_nothing_is_caught(monkeypatch):
+    monkeypatch.setattr(workspaces, "_KEYS_APART", 0)
+    with pytest.raises(AssertionError):
+        assert_peak_as_compiled(jax.vmap(ENCRYPTED["bits"]), MANY_KEYS, rel=0.06, fixed={"*": P("x")})
