@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -16,7 +17,7 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeV
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from autoshard.arrays.ahead_of_time import LoweredStep
+from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import (
     ArrayType,
     abstract,
@@ -104,16 +105,10 @@ class PlannedStep:
         return flat.modules.written(self.program.changes, placed, results)
 
     def run_compiled(
-        self, structure: CallStructure, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, lowered: LoweredCall, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The step compiled ahead of time for arguments of this structure, run with those of a call."""
-        flat = flattened((args, kwargs))
-        if flat.structure != structure:
-            raise ArgumentError(
-                f"{self.program.name} was compiled for arguments of another structure.\n"
-                f"Given: {flat.structure.tree}\nLowered: {structure.tree}\n"
-                "Static arguments are left out here, as for jax.jit."
-            )
+        """The step compiled ahead of time, run with the arguments of a call."""
+        flat = lowered.taken_apart(args, kwargs)
         placed = place(flat.arrays, self.plan, self.program.donated)
         return self.result(flat, placed, compiled(*placed, *self.captured))
 
@@ -141,28 +136,19 @@ class _Call(NamedTuple):
         return not any(is_deleted(flat.arrays[i]) for i in self.sentinels) and not flat.share_arrays
 
 
-class _Lock:
-    """A lock that one thread may take several times. A copy is another lock, so that what has one can be copied."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[_Lock], tuple[()]]:
-        return _Lock, ()
-
-
 def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
     return tuple(type(value) for _, value in static)
 
 
 class ShardedFunction(Generic[Parameters, Result]):
     """A function that is planned, compiled and placed on its mesh when it is called."""
+
+    _made_with: Mapping[str, Any]  # beside the function
+
+    def __new__(cls, *args: Any, **made_with: Any) -> Self:
+        made = super().__new__(cls)
+        made._made_with = made_with
+        return made
 
     def __init__(
         self,
@@ -187,13 +173,18 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
         self._group = None if options.is_alone else Group.of(options.mesh)
-        self._lock = _Lock()
+        self._lock = threading.RLock()
         self._compiled: dict[tuple[Any, ...], PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
         # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
         self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._modules_before: CallStructure | None = None  # of the last call, if there were nnx modules in it
         self._last: _Call | None = None  # the last call, if all of its arguments lay as planned
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as any function is copied; of a method of an object that is copied, the method of the copy."""
+        fn = copy.deepcopy(self._fn, memo)
+        return self if fn is self._fn else type(self)(fn, **self._made_with)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Self: ...
@@ -258,10 +249,10 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step, lowered. What its `.compile()` makes is called as the step, static arguments left out."""
-        structure = flattened(self._static.split(args, kwargs)[1]).structure
         step = self._planned(args, kwargs)
         assert step.plan.lowering is not None, "`lowered` gives it one"
-        return LoweredStep(step.plan.lowering(), functools.partial(step.run_compiled, structure))
+        call = LoweredCall.of(step.plan, self._static.split(args, kwargs)[1])
+        return LoweredStep(step.plan.lowering(), functools.partial(step.run_compiled, call))
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""

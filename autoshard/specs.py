@@ -19,7 +19,7 @@ from autoshard.program.trees import Tree, holds_flat_objects
 from autoshard.program.wishes import layout_of_wish
 from autoshard.propagation.rule import Rule
 
-_LISTED = 20  # arguments that a message names at most
+_LISTED_NAMES = 20  # arguments that a message names at most
 
 
 def fixed_layouts(
@@ -196,7 +196,7 @@ def _by_keys(tree: Tree, prefix: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
         if not below:
             raise MeshError(
                 f"a sharding stands under {name!r}, where there is no array. There are arrays under "
-                f"{', '.join(repr(one) for one, _ in names[:_LISTED])}{', ...' * (len(names) > _LISTED)}.\n"
+                f"{', '.join(repr(one) for one, _ in names[:_LISTED_NAMES])}{', ...' * (len(names) > _LISTED_NAMES)}.\n"
                 "Take the keys of the modules: plan.in_shardings, or a state of nnx.state with the shardings in it."
             )
         yield entry, below
@@ -260,5 +260,5 @@ def _fits(pattern: str, name: str) -> bool:
 
 def _names(program: Program) -> str:
     names = [value.name for value in program.arguments]
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - _LISTED_NAMES
+    return ", ".join(names[:_LISTED_NAMES]) + (f" and {rest} more" if rest > 0 else "")

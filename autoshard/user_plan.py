@@ -96,6 +96,17 @@ class Plan(PlanData):
         said = {one.name: getattr(plan, one.name) for one in fields(PlanData)}
         return cls(**said, comparison=comparison or Comparison())
 
+    def __copy__(self) -> Self:
+        """Itself: a plan never changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Plan], tuple[str, AbstractMesh]]:
+        """Pickled, a plan is what its file says, and comes back on an AbstractMesh: `on` gives it devices."""
+        return Plan.loads, (self.dumps(), AbstractMesh(self.mesh.axis_sizes, self.mesh.axis_names))
+
     @property
     def alternatives(self) -> Mapping[str, Prediction | None]:
         """What a step costs in data parallel, FSDP and tensor parallel form; None for what `absent` names.

@@ -13,8 +13,8 @@ they may be from the best. The plot of the growth with layers needs matplotlib.
 """
 
 import argparse
-import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -40,8 +40,9 @@ ROWS = {  # name -> workload, mesh, machine, target in CPU seconds
 FIRST = next(iter(ROWS))
 LAYERS = (2, 4, 8, 16, 32)
 RUNS = 3  # of each row: a core that others share is slower at times
-STAGES = {  # module of autoshard, function -> column
-    ("decorated", "trace"): "trace",
+STAGES = {  # room of autoshard, function -> column
+    ("decorated", "traced_step"): "trace",
+    ("variants.variant.StepVariants", "program"): "trace",
     ("planning", "formulated"): "formulate",
     ("planning", "solve_within"): "solve",
     ("planning", "make_plan"): "plan",
@@ -128,7 +129,7 @@ def measured(name: str, layers: int, start: int, cache: str) -> Row:
     devices = AbstractMesh(mesh, tuple("xyzw"[: len(mesh)]), axis_types=(AxisType.Auto,) * len(mesh))
     taken, results = dict.fromkeys(STAGES, 0.0), {}
     for module, function in STAGES:
-        room = importlib.import_module(f"autoshard.{module}")
+        room = pkgutil.resolve_name(f"autoshard.{module}")
         setattr(room, function, timed(getattr(room, function), (module, function), taken, results))
     decorated = autoshard(step, mesh=devices, topology=machine, donate_argnums=0, cache=cache or None)
     begin = time.process_time()
@@ -140,14 +141,14 @@ def measured(name: str, layers: int, start: int, cache: str) -> Row:
         name=name,
         layers=layers,
         start=start,
-        equations=len(results["decorated", "trace"].equations),
+        equations=len(results["variants.variant.StepVariants", "program"].equations),
         nodes=len(problem.costs) if problem else 0,
         options=sum(map(len, problem.costs)) if problem else 0,
         seconds=seconds,
         step_seconds=plan.predicted.step_seconds,
         gap=plan.gap,
         compiled="numba" in sys.modules,
-        **{stage: taken[function] for function, stage in STAGES.items()},
+        **{column: sum(taken[each] for each in STAGES if STAGES[each] == column) for column in STAGES.values()},
     )
 
 

@@ -20,7 +20,7 @@ from autoshard.microbatches.opening import opened
 from autoshard.program.user_code import source_of
 from autoshard.remat.numbering import needed
 
-MOST_WORK = 2.0  # times as many arrays, at most, as a stack is to have so that devices divide it
+MOST_ARRAYS = 2.0  # times as many arrays, at most, as a stack is to have so that devices divide it
 _SIZES = 2  # how many sizes of a stack are planned
 
 
@@ -52,7 +52,7 @@ class BatchedFunctions:
         """Numbers of which stacks may be multiples, so that axes of a mesh divide the largest of them; most first."""
         count, sizes = len(self.groups[0]), list(mesh.values())
         some = {math.prod(part) for n in range(1, len(sizes) + 1) for part in itertools.combinations(sizes, n)} - {1}
-        few = [one for one in some if _rounded(count, one) <= MOST_WORK * count]
+        few = [one for one in some if _rounded(count, one) <= MOST_ARRAYS * count]
         return tuple(sorted(few, reverse=True)[:_SIZES])
 
     def rewritten(self, multiple: int) -> ClosedJaxpr:

@@ -23,7 +23,7 @@ from autoshard.solver.verify import fits
 REPLANS = 2  # at most: each takes a search and a compilation
 # Shares of the last predicted peak that a next plan is predicted to fill at most.
 TIGHTER = 0.95  # always, so that it is another plan
-CLOSE = 0.98  # of the limit, once predictions are corrected: what a faster plan is predicted to fill at most
+CORRECTED_SHARE = 0.98  # of the limit, once predictions are corrected: what a faster plan is predicted to fill at most
 OUT_OF_MEMORY = 0.7  # where the compiler ran out of memory and does not say by how much
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
@@ -77,7 +77,7 @@ def within_limit(
         if current is not None and current.predicted.peak_bytes >= predicted:
             break
     if roomier is not None and len(tried) == 1 and fits(tried[0][1], limit):
-        faster = roomier(CLOSE * _corrected(plan.predicted.peak_bytes, tried[0][1], limit))
+        faster = roomier(CORRECTED_SHARE * _corrected(plan.predicted.peak_bytes, tried[0][1], limit))
         peak = None if faster is None else agreed(1, _compiled_peak(compiled, faster))
         if faster is not None and peak is not None and fits(peak, limit):
             tried = [(faster, peak)]

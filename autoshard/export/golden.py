@@ -16,7 +16,7 @@ from autoshard.plans.annotations import Annotations
 from autoshard.plans.plan import PlacedArray, PlanData
 
 _ABSENT = "not there"
-_LISTED = 20  # changes that a text lists at most
+_LISTED_CHANGES = 20  # changes that a text lists at most
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def text_of_changes(changes: Sequence[Change], before: str, after: str) -> str:
         before: how a line names the first plan: ``"in the file"``.
         after: how it names the second.
     """
-    lines = [f"  {one.what}: {one.before} {before}, {one.after} {after}" for one in changes[:_LISTED]]
-    rest = len(changes) - _LISTED
+    lines = [f"  {one.what}: {one.before} {before}, {one.after} {after}" for one in changes[:_LISTED_CHANGES]]
+    rest = len(changes) - _LISTED_CHANGES
     return "\n".join(lines + [f"  and {rest} more"] * (rest > 0))
 
 

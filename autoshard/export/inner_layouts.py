@@ -18,6 +18,7 @@ from autoshard.mesh.resharding import stops
 from autoshard.model.equations import folds_by_hand
 from autoshard.plans.plan import PlanData
 from autoshard.program import Equation, Program, Value
+from autoshard.program.signature import text_of_value
 from autoshard.propagation.rules.windows import STENCIL
 
 _BOUNDARIES = {"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"}
@@ -69,11 +70,14 @@ class InnerLayouts:
     departure: str = ""  # why the operations of the step are written out; "": JAX makes them of the step
     operations: str = ""  # their code
     modules: frozenset[str] = frozenset()  # that this code takes names from
+    static: Mapping[str | int, str] = field(default_factory=dict)  # arguments that this code was made with, as texts
 
     def text(self) -> str:
         rows = "".join(f"            {row.text()}\n" for row in self.rows)
         merged = "".join(f"            {path!r}: {first},\n" for path, first in self.merged.items())
-        written = "        _operations(),\n" * bool(self.operations)
+        written = ("        _operations(),\n" + f"        {literal(dict(self.static))},\n" * bool(self.static)) * bool(
+            self.operations
+        )
         return (
             f"    return Table(\n        {self.equations},\n        {{\n{rows}        }},\n"
             f"        {{\n{merged}        }},\n{written}    )\n"
@@ -119,7 +123,9 @@ def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts:
     why = departure(program)
     written, modules = operations_code(program.jaxpr) if why else ("", frozenset[str]())
     left = tuple(dict.fromkeys(table.left))
-    return InnerLayouts(len(program.jaxpr.jaxpr.eqns), tuple(rows), program.merged, left, why, written, modules)
+    static = {name: text_of_value(value) for name, value in program.static.items()} if why else {}
+    count = len(program.jaxpr.jaxpr.eqns)
+    return InnerLayouts(count, tuple(rows), program.merged, left, why, written, modules, static)
 
 
 class _Table:

@@ -1,6 +1,6 @@
 """The part of the code of `Plan.to_code` that runs a step which changes nnx modules, as text: it imports flax.
 
-It stands behind `standalone.py`, whose `without_static` and `constrained_results` it calls. Modules are taken apart in
+It stands behind `standalone.py`, whose functions it calls. Modules are taken apart in
 the order in which the step was traced for its plan (`program/modules.py`), so arguments and results have the numbers of
 the table.
 """
@@ -43,6 +43,7 @@ def constrain_modules(step, mesh, table, static_argnums, static_argnames, types=
 
     @functools.wraps(step)
     def constrained(*args, **keywords):
+        check_static(step, args, keywords, table)
         traced, called = without_static(step, args, keywords, static_argnums, static_argnames)
         items, tree = jax.tree.flatten(traced, is_leaf=nnx.graph.is_graph_node)
         references = nnx.graph.RefMap()

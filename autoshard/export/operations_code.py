@@ -1,12 +1,14 @@
 """A jaxpr in, the code of the same as data out: what `Plan.to_code` writes of a step that autoshard changed.
 
-Bodies of calls, loops and branches are `Body`s of their own, in the order in which they are needed. What code cannot
-say is refused: functions among parameters, as callbacks and kernels have them, and primitives that JAX does not show.
+Bodies of calls, loops and branches are `Body`s of their own, in the order in which they are needed. So is what an
+operation of autoshard computes; how devices share it is left to the compiler. What code cannot say is refused:
+functions among parameters, as callbacks and kernels have them, and primitives that JAX does not show.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from autoshard.jaxprs import (
     aval_of,
     public_primitives,
 )
+from autoshard.operations.primitive import OPERATION, evaluated
 from autoshard.program.user_code import source_of
 
 # The primitives by their names, where JAX shows them.
@@ -44,7 +47,7 @@ _FUNCTIONS = {"ragged_dot_general", *FUNCTIONS} | {
 }
 # Of a scatter, what its function takes; the others are functions that the function makes itself.
 _SCATTERS = ("dimension_numbers", "indices_are_sorted", "mode", "unique_indices")
-_DIGITS_PER_LINE = 100
+_DIGITS_PER_LINE = 100  # of hexadecimal numbers, so that lines stay below 120 columns
 
 
 def operations_code(closed: ClosedJaxpr) -> tuple[str, frozenset[str]]:
@@ -157,6 +160,9 @@ class _Writer:
             return {"branches": f"[{', '.join(map(self.body, params['branches']))}]"}
         if name == "sharding_constraint":
             return {"sharding": self._constraint(params["sharding"], eqn)}
+        if name == OPERATION:
+            arrays = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(aval_of, eqn.invars))
+            return {"body": self.body(jax.make_jaxpr(functools.partial(evaluated, **params))(*arrays))}
         if name == "device_put":
             if any(device is not None for device in params["devices"]):
                 raise _refusal(eqn, "it names devices")

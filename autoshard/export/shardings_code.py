@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AxisType
 from jax.tree_util import PyTreeDef
 
+from autoshard.errors import PlanError
 from autoshard.export import standalone, written_out
 from autoshard.export.containers import Expression, Line, UnwritableError, expression_of, literal
 from autoshard.export.inner_layouts import InnerLayouts, departure, inner_layouts, why_none
@@ -29,6 +30,7 @@ from autoshard.lower import xla_faults
 from autoshard.operations import reduce_scatter
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
+from autoshard.program.signature import named_arguments, text_of_function, text_of_value
 from autoshard.program.trees import Tree, holds_flat_objects
 
 Style = Literal["specs", "explicit", "flax"]
@@ -59,6 +61,7 @@ def typed_mesh(mesh):
 '''
 
 _AUTO_MESH = inspect.getsource(standalone.auto_mesh)
+_SIGNATURES = "\n\n".join(inspect.getsource(one) for one in (named_arguments, text_of_function, text_of_value))
 
 _NODE = '''
 class _Any:
@@ -170,6 +173,9 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         plan: what it is of.
         program: the program that was planned; None if that is not known, and what is inside stays unsaid.
         style: "explicit" where arguments and results have types of explicit mode, "flax" where they have names of dims.
+
+    Raises:
+        PlanError: the step has a padded batch, and code cannot say how its added rows are left out.
     """
     positional, keyword = plan.argument_tree.children()
     of_arguments = f"A tree per positional argument of {plan.name}, for jax.jit."
@@ -191,6 +197,11 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
         trees.insert(1, _Trees("keyword_shardings", says, keyword, *given, "keywords"))
     table, why = _table_of(plan, program)
+    if table is None and program is not None and program.adds_rows:
+        raise PlanError(
+            f"code for {plan.name} would count the rows that are added to its batch: {why}.\n"
+            "Give the rows that you add weights of 0, and plan that step."
+        )
     takes_modules = table is not None and program is not None and program.changes is not None
     wraps = explicit and plan.axis_types is None  # a step of explicit mode needs no other one around it
     wraps = wraps and (takes_modules or program is None or program.changes is None)  # a table runs changes of modules
@@ -200,6 +211,8 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
+    if pasted:
+        modules += ["functools", "inspect", "re"]
     if table is not None and is_written:
         modules += [*PRIMITIVE_MODULES, *table.modules]
     if axes is not None:
@@ -217,7 +230,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         table.operations if table is not None else "",
         putting,
         _NODE if needs_node else "",
-        *(map(_source_of, pasted) if pasted else [_AUTO_MESH]),
+        *((*map(_source_of, pasted), _SIGNATURES) if pasted else [_AUTO_MESH]),
         PRIMITIVES if is_written else "",
         CONSTRAIN_MODULES if takes_modules else "",
     ]
@@ -286,15 +299,14 @@ def _docstring(
         ]
     if table is None:
         lines += [f"Layouts of inner values are left out: {why}."]
-        if program is not None and departure(program):
-            lines += ["The step runs as it was written: rows that are added to a batch count in its sums, for one."]
     else:
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         if table.operations:
             lines += [
                 f"The operations of the step are written out here, since {table.departure}.",
                 "So `constrained` runs these, and takes from the step what its arguments and results are.",
-                "They have the static arguments and the closed-over values of the call that was planned.",
+                "They have the static arguments and the closed-over values of the call that was planned; static",
+                "arguments that print otherwise are refused.",
             ]
         lines += [f"Left to the compiler, which may communicate otherwise: {one}." for one in table.left_to_xla]
     lines += [

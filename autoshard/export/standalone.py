@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.operations.reduce_scatter import reduce_scatter
+from autoshard.program.signature import named_arguments, text_of_value
 
 Specs = Sequence[P]  # constraints, one after the other
 
@@ -57,6 +58,7 @@ class Table(NamedTuple):
     rows: Mapping[tuple[Any, ...], Inner]
     merged: Mapping[tuple[int, ...], int] = {}  # equations that compute what an earlier one does
     written: Any = None  # the step written out, where it is run otherwise than JAX traces it
+    static: Mapping[str | int, str] = {}  # arguments that the step was planned with, as they print
 
 
 class Entry(NamedTuple):
@@ -86,6 +88,7 @@ def constrain(
 
     @functools.wraps(step)
     def constrained(*args: Any, **keywords: Any) -> Any:
+        check_static(step, args, keywords, table)
         traced, called = without_static(step, args, keywords, static_argnums, static_argnames)
         closed, result = jax.make_jaxpr(called, return_shape=True)(*jax.tree.map(without_mesh, traced))
         leaves = jax.tree.leaves(traced)
@@ -108,6 +111,25 @@ def without_static(
 
     positional = [arg for i, arg in enumerate(args) if i not in positions]
     return (positional, {name: value for name, value in keywords.items() if name not in names}), called
+
+
+def check_static(step: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], table: Table) -> None:
+    """Refuses other static arguments than those with which operations were written out.
+
+    Raises:
+        ValueError: they print otherwise. Operations that JAX makes of the step are those of any arguments.
+    """
+    if table.written is None:
+        return
+    given = named_arguments(step, args, keywords)
+    for name, planned in table.static.items():
+        text = text_of_value(given[name]) if name in given else planned
+        if text != planned:
+            what = f"argument {name}" if isinstance(name, int) else name
+            raise ValueError(
+                f"{what} is {text}, it was {planned} when the step was planned and its operations were written out.\n"
+                "Plan the step with this argument, too, and write code of its own for it."
+            )
 
 
 def without_mesh(array: Any) -> Any:
@@ -144,6 +166,11 @@ def _written_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | AbstractMe
             "Plan it anew and write this code anew, or leave `constrained` out."
         )
     return made
+
+
+def evaluated(*arrays: Any, body: Any) -> list[Any]:
+    """The results of a body of a step, without constraints inside."""
+    return _Run(AbstractMesh((), ()), Table(0, {})).results(body, arrays)
 
 
 class _Run:

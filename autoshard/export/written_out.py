@@ -1,7 +1,7 @@
 """A step written out as data: what `standalone.py` runs in the place of the jaxpr that JAX makes of the step.
 
-`Plan.to_code` writes this file behind such a step. It stands alone, and its classes look like those of JAX's jaxprs.
-Variables are numbers, each body's its own.
+`Plan.to_code` writes this file behind such a step. It stands alone beside that file. Its classes look like those of
+JAX's jaxprs. Variables are numbers, each body's its own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from autoshard.export.standalone import evaluated
 
 
 class Number(NamedTuple):
@@ -46,6 +48,7 @@ def keys(seeds: Any, impl: str) -> Any:
 # Primitive: its function, where that is not the one in `jax.lax` of its name.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "device_put": lambda *arrays: arrays,
+    "operation": evaluated,
     "random_clone": jax.random.clone,
     "random_seed": keys,
     "random_unwrap": jax.random.key_data,
@@ -60,7 +63,7 @@ class Function(NamedTuple):
 
     @property
     def multiple_results(self) -> bool:
-        return self.name == "device_put"
+        return self.name in ("device_put", "operation")
 
     def get_bind_params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
         return params

@@ -28,7 +28,7 @@ from autoshard.user_plan import Plan
 _ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
 _FURTHER = 5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
 _LESS = 0.8  # of the peak of the smallest plan known: the limit under which a smaller one is looked for
-_CLOSE = 1.02  # ratio of peaks of two neighbours between which no third is looked for
+_CLOSE_PEAKS = 1.02  # ratio of peaks of two neighbours between which no third is looked for
 
 
 def frontier(
@@ -108,7 +108,7 @@ class _Search:
         closed = set[tuple[int, int]]()
         for _ in range(searches - done):
             peaks = [point.peak for point in self.front()]
-            gaps = [gap for gap in itertools.pairwise(peaks) if gap not in closed and gap[0] > _CLOSE * gap[1]]
+            gaps = [gap for gap in itertools.pairwise(peaks) if gap not in closed and gap[0] > _CLOSE_PEAKS * gap[1]]
             if len(peaks) >= points or not gaps:
                 return
             high, low = max(gaps, key=lambda gap: gap[0] / gap[1])

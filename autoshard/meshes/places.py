@@ -24,7 +24,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.meshes.candidates import MachineDims, aligned_sizes, named_meshes
 
 _MANY_BYTES = 1e15  # beside which latency is nothing
-_ROUNDING = 1e-9
+_ROUNDED_SECONDS = 1e-9  # relative: what rounding may make of seconds that are equal
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,9 @@ def is_as_fast(shape: MeshShape, machine: Topology, other: MeshShape, than: Topo
 
     def is_slower(order: Sequence[str], subset: Sequence[int], kind: str, size: float) -> bool:
         ours, theirs = [axes[i] for i in subset], [order[i] for i in subset]
-        return seconds(kind, ours, size, shape, machine) > seconds(kind, theirs, size, other, than) * (1 + _ROUNDING)
+        return seconds(kind, ours, size, shape, machine) > seconds(kind, theirs, size, other, than) * (
+            1 + _ROUNDED_SECONDS
+        )
 
     cases = list(itertools.product(subsets, KINDS, (0.0, _MANY_BYTES)))
     orders = (order for order in itertools.permutations(other) if [other[a] for a in order] == [*shape.values()])

@@ -22,6 +22,7 @@ from autoshard.model.equations import contracts, inserted_operand, only_widens, 
 from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
+from autoshard.model.xla.operations import running_ahead, running_beside
 from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
 from autoshard.primitives import Work, facts_of
@@ -82,6 +83,10 @@ def groups_of(
     points = _points(groups, ends)
     again = recomputation(program, groups, users, needed_outside | scattered, backend, math.prod((mesh or {}).values()))
     last = _last_runs(groups, users, points, again.repeated)
+    starts = backend.operations.least_seconds > 0
+    beside = running_beside(groups, again.repeated, ending) if starts else [False] * len(groups)
+    ahead = running_ahead(groups, users, again.repeated) if starts else [False] * len(groups)
+    entering = _entering_loops(program, groups, staying) if starts else set()
     return [
         replace(
             group,
@@ -97,9 +102,11 @@ def groups_of(
             is_recomputed=again.repeated[i],
             is_sunk=again.sunk[i],
             ends_product=ending[i],
+            runs_ahead=ahead[i],
+            runs_beside=beside[i],
             writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
             is_copy=_is_copied(group, needed_outside),
-            passes_before=_passes_before(group, staying, makers),
+            passes_before=2 if i in entering else _passes_before(group, staying, makers),
             last_point=last[i],
         )
         for i, group in enumerate(groups)
@@ -202,6 +209,27 @@ def _passes_before(group: Group, staying: Set[int], makers: Mapping[int, Group])
             return 0
         operand = maker.equations[0].inputs[0]
     return 2 if isinstance(operand, Value) else 1
+
+
+def _entering_loops(program: Program, groups: Sequence[Group], staying: Set[int]) -> set[int]:
+    """The groups, by index, that bring an array into a loop which goes on with a copy of it.
+
+    A loop of matrix products keeps what it hands on in the chip, where it is brought while something else runs.
+    """
+
+    @functools.cache
+    def multiplies(start: int, end: int) -> bool:
+        return any(map(contracts, program.equations[start:end]))
+
+    found = set()
+    for group in groups:
+        (first, *_) = group.equations
+        entering = first.inputs[0] if first.primitive == "scan_carry" else None
+        if isinstance(entering, Value) and entering.id in staying and math.prod(entering.shape) > 1:
+            assert first.loop is not None, "boundaries of loops know theirs"
+            if not multiplies(*first.loop):
+                found.add(group.index)
+    return found
 
 
 def _leading_to_results(
@@ -399,7 +427,8 @@ def _group_of(
                     uses.append(Use(value, dims, equation, operand))
         for output, dims in zip(equation.outputs, draft.results[equation.index], strict=True):
             outside = any(home[reader.index] is not draft for reader, _ in readers[output.id])
-            if outside or output.id in needed_outside or len(equations) == 1:
+            handed_out = facts_of(equation.primitive).from_one_device  # only what is read
+            if outside or output.id in needed_outside or (len(equations) == 1 and not handed_out):
                 outputs.append(GroupOutput(output, dims))
     return Group(
         index=index,

@@ -135,7 +135,8 @@ class HeldOutput:
         is_number = math.prod(self.value.shape) == 1 and not (self.group.is_idle or self.lifetime.is_start)
         if not is_number or (self.lifetime.used is None and self.group.reads_numbers):
             return 0  # what is made of numbers, and only says which branch runs, stays in a register
-        return self.prices.backend.number_bytes
+        decides = self.lifetime.used is None and self.value.trips > 1
+        return self.prices.backend.number_bytes * (1 + decides)  # whether a loop begins is a number, too
 
     @cached_property
     def unfinished(self) -> np.ndarray:

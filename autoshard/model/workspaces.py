@@ -39,6 +39,7 @@ class ShardBytes:
 
 
 _CUBLAS_WORKSPACE_BYTES = 2**25  # XLA's constant for Hopper
+_LEAST_TEMPORARY_BYTES = 2**14  # of libtpu
 # Rows x columns x summed elements up to which XLA's GPU compiler writes a product of float32 or wider as loops.
 _MOST_LOOPED_PRODUCT = 100
 
@@ -250,6 +251,14 @@ def _padded_pivots(shards: ShardBytes) -> float:
     return matrices * -(-min(rows, columns) // 128) * 128 * 4 if matrices > 1 else 0.0
 
 
+def _sorted_elements(shards: ShardBytes) -> float:
+    """Of a stable sort on TPU: what is sorted lies outside the chip once more, unless nothing reads it afterwards."""
+    if not shards.equation.params["is_stable"]:
+        return 0.0
+    least = max(0.0, _LEAST_TEMPORARY_BYTES - shards.operands[0])
+    return least if 0.0 in shards.results else copied(shards) + least
+
+
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         "approx_top_k": _sorted_on_cpu,
@@ -301,15 +310,17 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "lu": _padded_pivots,
-        "sort": lambda shards: copied(shards) * shards.equation.params["is_stable"],
+        "sort": _sorted_elements,
         "top_k": lambda shards: shards.operands[0],
     },
 }
 
+_POSITIONS = frozenset({"argmax", "argmin"})
+
 # Backend -> primitive -> scalars that its operations keep in memory, as counted in programs compiled by libtpu.
 _SCALARS: Mapping[str, Mapping[str, int]] = {
     "tpu": {
-        **dict.fromkeys(("argmax", "argmin"), 3),
+        **dict.fromkeys(_POSITIONS, 3),
         "cholesky": 2,
         "eigh": 5,
         "coo_fromdense": 2,
@@ -317,19 +328,18 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         "csr_matvec": 4,
         "lu_pivots_to_permutation": 8,
         "random_gamma": 23,
-        "random_bits": 4,
-        **dict.fromkeys(("random_fold_in", "random_split", "threefry2x32"), 5),
+        **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 3),
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 16),
         **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
-        "select_and_gather_add": 3,
-        "sort": 3,
+        "select_and_gather_add": 2,
+        "sort": 2,
         "svd": 21,
         "tridiagonal_solve": 17,
     },
 }
 _PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
 _SCALARS_OF_LOOPS = {"gather": 5, "scatter": 10}
-_SCALARS_UNLESS_RESULTS = {"approx_top_k": 4, "lu": 4, "top_k": 2}  # where an operation reads what these make
+_SCALARS_UNLESS_RESULTS = {"approx_top_k": 3, "lu": 4, "top_k": 2}  # where an operation reads what these make
 
 
 def is_outside_chip(backend: str, primitive: str) -> bool:
@@ -351,15 +361,12 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
         return 0 if is_result else _SCALARS_UNLESS_RESULTS[equation.primitive]
     if backend == "tpu" and is_loop_over_rows(equation):
         return _SCALARS_OF_LOOPS[equation.primitive[:7]]
-    if equation.primitive == "sort" and (not equation.params["is_stable"] or _dims_of_several(equation) > 1):
+    if equation.primitive == "sort" and not equation.params["is_stable"]:
         return 0  # a stable sort counts the places of what it sorts
     if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:
         return 0
+    if equation.primitive in _POSITIONS and (equation.inputs[0].dtype.itemsize < 4 or not equation.outputs[0].shape):
+        return _SCALARS.get(backend, {}).get(equation.primitive, 0) - 1  # the element beside the position is none
     if equation.primitive in _PRIMITIVES_OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
         return 0
     return _SCALARS.get(backend, {}).get(equation.primitive, 0)
-
-
-def _dims_of_several(equation: Equation) -> int:
-    """How many dims of an operand have several elements."""
-    return sum(size > 1 for size in equation.inputs[0].shape)

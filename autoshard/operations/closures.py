@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.dtype, np.generic)
-_LARGEST = 2**20  # bytes of an array that is read
+_LARGEST_READ = 2**20  # bytes of an array that is read
 _LONGEST = 1000  # letters of a text that is kept as it is
 
 
@@ -81,7 +81,7 @@ def _content(cell: CellType) -> Any:
 def _array(value: Any) -> str:
     kind = f"{value.dtype}{value.shape}"
     is_read = _is_here(value) and isinstance(value.dtype, np.dtype) and not value.dtype.hasobject
-    if not is_read or value.size * value.dtype.itemsize > _LARGEST:
+    if not is_read or value.size * value.dtype.itemsize > _LARGEST_READ:
         return kind
     return f"{kind}{hashlib.sha256(np.asarray(value).tobytes()).hexdigest()}"
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.options import Options
@@ -25,7 +26,8 @@ class _StepOfPaddedBatch(ShardedFunction[Parameters, Result]):
     """The step that runs on the padded batch."""
 
     def _finished(self, program: Program) -> Program:
-        return replace(super()._finished(program), departure="the step runs on a padded batch; pad the batch yourself")
+        departure = "the step runs on a padded batch; pad the batch yourself"
+        return replace(super()._finished(program), departure=departure, adds_rows=True)
 
 
 class PaddedFunction(ShardedFunction[Parameters, Result]):
@@ -59,9 +61,20 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         return replace(made, warnings=(*made.warnings, remark))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The annotated step on the padded batch, lowered."""
+        """The annotated step on the padded batch, lowered. What its `.compile()` makes takes the batch as it is."""
         found = self._padding(args, kwargs)
-        return super().lower(*args, **kwargs) if found is None else found[1].lower(*found[0], **found[2])
+        if found is None:
+            return super().lower(*args, **kwargs)
+        positional, step, keyword, batch = found
+        call = LoweredCall.of(step.plan(*positional, **keyword), self._static.split(args, kwargs)[1])
+
+        def padded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            flat = call.taken_apart(args, kwargs)
+            return with_arrays((), (args, kwargs), flat, [batch.pad(i, leaf) for i, leaf in enumerate(flat.arrays)])
+
+        lowered = step.lower(*positional, **keyword)
+        assert isinstance(lowered, LoweredStep), "that of a decorated function is one"
+        return lowered.taking(padded)
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program on the padded batch."""

@@ -6,10 +6,10 @@ A task is one microbatch's forward pass (F), backward pass (B) or weight gradien
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoshard.errors import ScheduleError
 
@@ -29,6 +29,10 @@ class Task(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}(microbatch {self.microbatch}, virtual stage {self.virtual_stage})"
+
+
+def _task(entry: Iterable[Any]) -> Task:
+    return entry if isinstance(entry, Task) else Task(*entry)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         try:
-            orders = tuple(tuple(Task(*entry) for entry in order) for order in self.orders)
+            orders = tuple(tuple(map(_task, order)) for order in self.orders)
         except TypeError:
             raise ScheduleError(
                 f"the orders of schedule {self.name!r} must be a sequence per device of tasks: "

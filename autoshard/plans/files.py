@@ -25,7 +25,7 @@ from autoshard.plans.tree_json import tree_from_json, tree_to_json
 from autoshard.program.paths import printable
 from autoshard.program.trees import Tree
 
-_FORMAT = 4
+_FORMAT = 4  # version of plan files; raised when files written before can no longer be read
 
 
 def to_json(plan: PlanData, alternatives: Mapping[str, Prediction | str] | None) -> dict:

@@ -162,7 +162,10 @@ class Program:
     state_on_hosts: bool = False  # whether autoshard keeps arguments in the memory of hosts between steps
     stacked: str = ""  # what autoshard computes of stacks of arrays instead of array by array, in words
     departure: str = ""  # from the jaxpr that JAX makes of the step, where nothing else here tells it, in words
+    adds_rows: bool = False  # whether its batch has rows that the user's has not
     rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, in the order in which that was done
+    # Arguments that were given when the step was traced, by name, or by position where they have none.
+    static: Mapping[str | int, Any] = field(default_factory=dict, repr=False)
     types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)

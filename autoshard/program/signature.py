@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,32 @@ class ArgumentSelection:
         others = tuple(arg for i, arg in enumerate(args) if i not in self.positions)
         return chosen, (others, {name: value for name, value in kwargs.items() if name not in self.names})
 
+    def named(self, fn: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str | int, Any]:
+        """The chosen arguments of a call, by position where they have no name; defaults, too."""
+        if not self.positions and not self.names:
+            return {}
+        given = named_arguments(fn, args, kwargs)
+        parameters = _parameters(fn) or ()
+        unnamed = {i for i in self.positions if i >= len(parameters) or _takes_many(parameters[i])}
+        return {place: given[place] for place in (*sorted(unnamed), *sorted(self.names)) if place in given}
+
+
+def named_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str | int, Any]:
+    """The arguments of a call by position and by name, and those that are left to their defaults.
+
+    >>> named_arguments(lambda x, rate=0.1, **more: None, [1], {"turns": 3})
+    {0: 1, 'turns': 3, 'x': 1, 'rate': 0.1, 'more': {'turns': 3}}
+    """
+    found: dict[str | int, Any] = dict(enumerate(args))
+    found.update(kwargs)
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # it has no signature, or cannot be called so
+        return found
+    bound.apply_defaults()
+    found.update(bound.arguments)
+    return found
+
 
 def text_of_function(fn: Callable) -> str:
     """A function by name, with what `functools.partial` gives it; the same in every process, so without addresses.
@@ -55,12 +81,13 @@ def text_of_function(fn: Callable) -> str:
     ('max(3, key=abs)', 'max(key=<object object>)')
     """
     if isinstance(fn, functools.partial):
-        given = *map(_text, fn.args), *(f"{name}={_text(value)}" for name, value in fn.keywords.items())
+        given = *map(text_of_value, fn.args), *(f"{name}={text_of_value(value)}" for name, value in fn.keywords.items())
         return f"{text_of_function(fn.func)}({', '.join(given)})"
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-def _text(value: Any) -> str:
+def text_of_value(value: Any) -> str:
+    """A value as it prints, without addresses; a function by name."""
     named = callable(value) and (hasattr(value, "__name__") or isinstance(value, functools.partial))
     return text_of_function(value) if named else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 

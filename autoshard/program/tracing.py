@@ -133,7 +133,7 @@ def traced_step(
         program = reader.program(in_tree, out_tree, places)
         check_places(trips or {}, program.loops)
         wishes = wishes_of(dynamic, in_tree, modules) if obey else {}
-        return replace(program, types=known, changes=changes, wishes=wishes)
+        return replace(program, types=known, changes=changes, wishes=wishes, static=chosen.named(fn, args, kwargs))
 
     return TracedStep(untyped, in_tree.array_paths, _carried(closed, places), types is not None, again, read)
 

@@ -27,7 +27,7 @@ SharedReads = tuple[tuple[tuple[Places, ...], ...], ...]
 
 # Rows beyond a shard up to which stencils share what is brought: such as those of a high order read. What shifts an
 # array further has little to do with its other readers.
-_NEAR = 16
+_NEAR_ROWS = 16
 
 
 class SourceHalos:
@@ -116,7 +116,7 @@ def _is_near(places: Iterable[Places]) -> bool:
     Stencils that read corners bring rows in different orders, of which XLA merges few.
     """
     moved = [[abs(place.offset) for place in one if place is not None and is_moved(place)] for one in places]
-    return any(moved) and all(len(one) <= 1 for one in moved) and max(map(max, filter(None, moved))) <= _NEAR
+    return any(moved) and all(len(one) <= 1 for one in moved) and max(map(max, filter(None, moved))) <= _NEAR_ROWS
 
 
 def is_moved(place: Place | None) -> bool:

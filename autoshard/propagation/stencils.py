@@ -22,7 +22,7 @@ from autoshard.propagation.parts import Operand, Part, parts_of, shape_in
 from autoshard.propagation.rules.windows import STENCIL, source_shapes, stencil
 from autoshard.propagation.source_halos import shared_reads
 
-_MOST_STEPS = 64
+_MOST_STEPS = 64  # of one stencil; what lies further back is a source of it
 
 Grid = tuple[int | None, ...]  # dim of a step -> size; None: of no grid, as what is filled with one number
 

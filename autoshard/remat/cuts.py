@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-CLOSE = 0.05  # of the bytes between the ends of a chain: corners that are closer have nothing put between
+CLOSE_CORNERS = 0.05  # of the bytes between the ends of a chain: corners that are closer have nothing put between
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def chain(forward: ForwardPass) -> tuple[Cut, ...]:
     saves the most seconds per byte. Such a choice may lie above the hull, as where two values are worth the same.
     """
     corners = cuts(forward)
-    step = CLOSE * (corners[0].bytes - corners[-1].bytes)
+    step = CLOSE_CORNERS * (corners[0].bytes - corners[-1].bytes)
     found = list[Cut]()
     for more, fewer in itertools.pairwise(corners):
         between, at, left = list[Cut](), fewer, more.on_devices - fewer.on_devices

@@ -23,7 +23,7 @@ from autoshard.report.units import bytes_text
 
 LEAST_STEP = 0.04  # of the bytes between the first and the last level: two levels are at least so far apart
 EXPOSED = (0.1, 1.0)  # shares of transfers to hosts that choices are made by, as they run beside enough compute or not
-_NAMED = 6  # kept values that a remark names
+_NAMED_VALUES = 6  # kept values that a remark names
 PASSES = 2  # over memory that a kept value takes: it is written, and read; what is computed again in less is not kept
 
 
@@ -179,9 +179,9 @@ class Recomputation:
             for var in block.kept(cut):
                 if var not in moved and (size := block.bytes_of_values[var]) > 0:
                     values[f"{block.line_of(var)} {aval_of(var).str_short(short_dtypes=True)}"] += size
-        largest = sorted(values.items(), key=lambda one: -one[1])[:_NAMED]
+        largest = sorted(values.items(), key=lambda one: -one[1])[:_NAMED_VALUES]
         named = ", ".join(f"{name} ({bytes_text(size)})" for name, size in largest)
-        more = f" and {len(values) - _NAMED} more" if len(values) > _NAMED else ""
+        more = f" and {len(values) - _NAMED_VALUES} more" if len(values) > _NAMED_VALUES else ""
         away = f" {bytes_text(level.moved)} are moved to the hosts' memory and back." if level.moved else ""
         whole = sum(block.bytes_read for block in self.cut_of(level))
         return (

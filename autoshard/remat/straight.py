@@ -27,7 +27,7 @@ from autoshard.remat.numbering import LOOPS, needed, variables
 from autoshard.remat.residuals import Residuals
 
 _AS_FEW = 1.5  # times the fewest bytes near by, at most, pass where blocks meet
-_NEAR = 4  # products on either side: more than an attention has between its input and its output
+_NEAR_PRODUCTS = 4  # products on either side: more than an attention has between its input and its output
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,8 @@ class StraightPasses:
             # The place between two products past which the fewest bytes go, the last of those.
             place = min(range(before + 1, after + 1), key=lambda i: (passing[i] if i < end else 0, -i), default=0)
             k = bisect.bisect_left(products, place)
-            start = products[k - _NEAR] if k >= _NEAR else 0
-            stop = products[k + _NEAR - 1] if k + _NEAR <= len(products) else end - 1
+            start = products[k - _NEAR_PRODUCTS] if k >= _NEAR_PRODUCTS else 0
+            stop = products[k + _NEAR_PRODUCTS - 1] if k + _NEAR_PRODUCTS <= len(products) else end - 1
             least = min(passing[max(1, start) : stop + 1], default=0)
             if found[-1] < place < end and passing[place] <= _AS_FEW * least:
                 found.append(place)

@@ -33,6 +33,7 @@ from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
 _WHOLE = 5.0  # s, for the whole step, memory left aside
+OTHER_LAYOUTS = 4  # that an explanation shows beside the one that was chosen
 _READERS = 4  # reasons that name readers, at most
 _QUICK = 1.0  # s, for one layout near the plan, memory left aside
 

@@ -19,7 +19,7 @@ Options = Mapping[int, list[int]]  # node -> options
 # How far from the nodes that have to change others may change with them, in edges. An update of a parameter reads its
 # gradient and its moments; the products that make the gradient are three edges away.
 REACHES = (3, 8)
-_FEW = 4000  # options: such a problem is solved as far as it goes
+_FEW_OPTIONS = 4000  # options: such a problem is solved as far as it goes
 
 
 def agreeing(formulation: Formulation, annotations: Annotations) -> dict[int, list[int]]:
@@ -68,7 +68,7 @@ def enough_gap(problem: Problem, plan: PlanData) -> float:
 
 def is_small(problem: Problem) -> bool:
     """Whether the whole is solved as fast as a part of it."""
-    return count_options(problem) <= _FEW
+    return count_options(problem) <= _FEW_OPTIONS
 
 
 def _distances(problem: Problem, origins: Collection[int]) -> dict[int, int]:

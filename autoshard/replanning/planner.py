@@ -27,7 +27,7 @@ from autoshard.planning import (
 )
 from autoshard.plans.activations import activations_of
 from autoshard.program import Program
-from autoshard.replanning.explaining import ArgumentQuestion
+from autoshard.replanning.explaining import OTHER_LAYOUTS, ArgumentQuestion
 from autoshard.replanning.near_choices import agreeing, enough_gap, near
 from autoshard.report.explanation import Explanation
 from autoshard.solver.problem import Problem, Solution
@@ -37,9 +37,8 @@ from autoshard.specs import fixed_layouts, patterns_of, wished_layouts
 from autoshard.tactics import text_of_tactic
 from autoshard.user_plan import Plan, Wish
 
-_OTHERS = 4  # layouts that an explanation shows beside the one that was chosen
 _SECONDS = 20.0  # that an explanation's search may take, unless the time limit is below
-_LISTED = 5  # paths that are near one that nothing fits
+_LISTED_PATHS = 5  # paths that are near one that nothing fits
 
 # The options that are of a machine, or of a search on it. With another mesh or topology, these alone are others.
 _OF_MACHINES = (
@@ -91,7 +90,7 @@ class Planner:
         kept = {i: layout for i, layout in self.fixed.items() if i != argument}
         is_free = argument not in self.fixed and not self.is_given
         question = ArgumentQuestion(self.formulation(kept), plan, argument, plan.bound if is_free else 0.0, cheapest)
-        others = question.others(_OTHERS, min(self.options.time_limit, _SECONDS))
+        others = question.others(OTHER_LAYOUTS, min(self.options.time_limit, _SECONDS))
         return Explanation(
             argument=(*plan.arguments, *plan.captured)[argument],
             chosen=question.chosen,
@@ -139,10 +138,10 @@ class Planner:
         if found:
             fewest = min(names[i].count("/") for i in found)
             return [i for i in found if names[i].count("/") == fewest]
-        close = difflib.get_close_matches(path, names, _LISTED, cutoff=0.4)
+        close = difflib.get_close_matches(path, names, _LISTED_PATHS, cutoff=0.4)
         last = path.rsplit("/", 1)[-1]
         close += [name for name in names if name.rsplit("/", 1)[-1] == last and name not in close]
-        listed = ", ".join((close or names)[:_LISTED])
+        listed = ", ".join((close or names)[:_LISTED_PATHS])
         raise PlanError(
             f"no argument of {self.program.name} has the path {path!r}; {'near ones' if close else 'there'} are "
             f"{listed}.\nprint(plan) lists them all; the end of a path or a glob will do."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoshard.plans.plan import PlanData
 from autoshard.report.units import bytes_text
 
-_NAMED = 3  # arrays that the words name
+_NAMED_ARRAYS = 3  # arrays that the words name
 
 
 def signature_remark(plan: PlanData, before: PlanData) -> str:
@@ -40,5 +40,5 @@ def signature_remark(plan: PlanData, before: PlanData) -> str:
 
 
 def _listed(words: list[str]) -> str:
-    rest = len(words) - _NAMED
-    return ", ".join(words[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(words) - _NAMED_ARRAYS
+    return ", ".join(words[:_NAMED_ARRAYS]) + (f" and {rest} more" if rest > 0 else "")

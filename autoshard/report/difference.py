@@ -12,13 +12,12 @@ from autoshard.layout import Layout, spec_of
 from autoshard.mesh.collectives import Collective
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
-from autoshard.report.folding import folded
+from autoshard.report.folding import COLLECTIVE_ROWS, folded
 from autoshard.report.html.page import sections_html
 from autoshard.report.section import ArrayCount, Bytes, Change, Column, Names, Phrase, Row, Seconds, Section, Spec
 from autoshard.report.text import text_of
 
 _NONE = "(none)"  # of what one plan has and the other has not
-_MAX_COLLECTIVES = 12  # rows of collectives; all further ones share one row
 
 # What one plan or prediction runs: kind, mesh axes, line -> [bytes, runs]
 _Tally = Mapping[tuple[str, tuple[str, ...], str], Sequence[int]]
@@ -189,10 +188,9 @@ def _changed(title: str, changes: Sequence[LayoutChange]) -> Section:
 
 def _changed_collectives(changes: Sequence[CollectiveChange]) -> Section:
     rows: list[Row] = [
-        (one.kind, Names(one.axes), *one.count, *map(Bytes, one.bytes), one.source)
-        for one in changes[:_MAX_COLLECTIVES]
+        (one.kind, Names(one.axes), *one.count, *map(Bytes, one.bytes), one.source) for one in changes[:COLLECTIVE_ROWS]
     ]
-    if rest := changes[_MAX_COLLECTIVES:]:
+    if rest := changes[COLLECTIVE_ROWS:]:
         counts = (sum(one.count[side] for one in rest) for side in (0, 1))
         sizes = (Bytes(sum(one.bytes[side] for one in rest)) for side in (0, 1))
         rows.append((("and ", len(rest), " more"), "", *counts, *sizes, ""))

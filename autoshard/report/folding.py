@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from autoshard.plans.plan import PlacedArray
 
+COLLECTIVE_ROWS = 12  # of a report; all further collectives share one row
 _LONG = 8  # words in braces, at most
 
 Key = tuple[frozenset[str], ...]  # the words that stand at each place of a path

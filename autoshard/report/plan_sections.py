@@ -10,12 +10,11 @@ from autoshard.mesh.collectives import Collective
 from autoshard.plans.memory_use import MemoryUse
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
-from autoshard.report.folding import folded
+from autoshard.report.folding import COLLECTIVE_ROWS, folded
 from autoshard.report.section import ArrayCount, Bytes, Column, Names, Phrase, Piece, Row, Seconds, Section, Share, Spec
 from autoshard.report.units import bytes_text, seconds_text
 
 _MAX_ARRAYS = 40  # rows of arguments or results; all further arrays share one row
-_MAX_COLLECTIVES = 12  # rows of collectives; all further ones share one row
 
 # What other ways to shard a step cost, or why one has no figures. None: nobody has looked for them.
 Alternatives = Mapping[str, Prediction | str] | None
@@ -181,9 +180,9 @@ def collectives(found: Iterable[Collective], title: str = "Collectives per step"
         return Section(lines=(("No collectives: the devices don't talk.",),))
     rows: list[Row] = [
         (one.kind, Names(one.axes), _runs(one), Bytes(one.bytes), one.source, one.why)
-        for one in ordered[:_MAX_COLLECTIVES]
+        for one in ordered[:COLLECTIVE_ROWS]
     ]
-    if rest := ordered[_MAX_COLLECTIVES:]:
+    if rest := ordered[COLLECTIVE_ROWS:]:
         count, size = sum(one.count for one in rest), sum(one.bytes for one in rest)
         rows.append((("and ", len(rest), " more"), "", count, Bytes(size), "", ""))
     columns = (

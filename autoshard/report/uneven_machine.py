@@ -8,7 +8,7 @@ from autoshard.mesh.unevenness import Unevenness
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.report.units import seconds_text
 
-_LISTED = 8  # positions whose figures stand in a remark
+_LISTED_POSITIONS = 8  # positions whose figures stand in a remark
 
 
 def uneven_remarks(plan: PlanData, machine: Sequence[Unevenness]) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _listed(figures: Sequence[float]) -> str:
     runs = list[tuple[float, int]]()
     for figure in figures:
         runs[-1:] = [(figure, runs[-1][1] + 1)] if runs and runs[-1][0] == figure else [*runs[-1:], (figure, 1)]
-    texts = [f"{figure:g}" + f" ({count} times)" * (count > 1) for figure, count in runs[:_LISTED]]
-    more = [f"{len(runs) - _LISTED} more"] if len(runs) > _LISTED else []
+    texts = [f"{figure:g}" + f" ({count} times)" * (count > 1) for figure, count in runs[:_LISTED_POSITIONS]]
+    more = [f"{len(runs) - _LISTED_POSITIONS} more"] if len(runs) > _LISTED_POSITIONS else []
     *first, last = [*texts, *more]
     return f"{', '.join(first)} and {last}" if first else last

@@ -25,6 +25,7 @@ from autoshard.stage_planning.sub_meshes import SubMeshShape
 from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stage_search import (
     PipelineChoice,
+    SearchMemory,
     SearchSettings,
     StageSearchResult,
     StageSpace,
@@ -157,7 +158,8 @@ def choose_pipeline(
     best: ExactPipeline | None = None
     tabled, fitting, refusal = math.inf, 0, None
     for one in ([result.best] if result.best else []) + list(result.others):
-        if fitting == PLANNED_EXACTLY or one.seconds >= _seconds(best):
+        # Whole stages take longer than the tables say, of which this one may have less: half of it, say.
+        if fitting == PLANNED_EXACTLY or (best is not None and one.seconds >= (tabled + _seconds(best)) / 2):
             break  # they come in the order of their seconds
         try:
             exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend)
@@ -178,8 +180,9 @@ def choose_pipeline(
 
 def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[PlannedSpace, StageSearchResult]:
     """The best pipeline of a space, once the costs that it rests on are planned for its number of microbatches."""
+    memory, first = SearchMemory(), replace(settings, gap_of_programs=1.0, polished=1)  # nothing is proven yet
     for _ in range(SEARCHES - 1):
-        best = search_stages(found.space, replace(settings, gap_of_programs=1.0)).best  # nothing is proven yet
+        best = search_stages(found.space, first, memory).best
         if best is None:
             break
         choice = best.choice
@@ -191,7 +194,7 @@ def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[Plann
         found = more
         if is_near and again is not None and again.fits:
             break
-    return found, search_stages(found.space, settings)
+    return found, search_stages(found.space, settings, memory)
 
 
 def on_tables(choice: PipelineChoice, space: StageSpace) -> PipelineChoice:

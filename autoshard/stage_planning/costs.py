@@ -114,6 +114,7 @@ def stage_cost(
     *,
     gap: float = 0.0,
     work: float = WORK,
+    shares: Sequence[float] = TIGHTER,
     or_leanest: bool = False,
 ) -> StageCost | None:
     """The cheapest way to shard a stage that fits with so many microbatches in flight; None if none was found.
@@ -123,20 +124,26 @@ def stage_cost(
         in_flight: microbatches.
         gap: that is good enough; 0: that of plans.
         work: s of a quiet core that the search may take.
+        shares: of the limit, for the problem, until what is found fits with what reshardings hold.
         or_leanest: whether to take what holds about the least, where nothing fits.
     """
-    for share in (1.0,) if limit is None else TIGHTER:
+    least: StageCost | None = None
+    for share in (1.0,) if limit is None else shares:
         joint = stage.problem(None if limit is None else limit * share, in_flight)
         try:
             solution = _solved(joint.problem, gap, work)
         except InfeasibleError as error:
-            return _leanest(stage, joint, error.needed, gap, work) if or_leanest else None
+            if or_leanest and least is None:
+                least = _leanest(stage, joint, error.needed, gap, work)
+            break
         except SolverError:
-            return None
+            break
         found = _cost(stage, joint.choices(solution.choice), solution)
-        if or_leanest or limit is None or found.held(in_flight) <= limit:
+        if limit is None or found.held(in_flight) <= limit:
             return found
-    return None
+        if least is None or found.held(in_flight) < least.held(in_flight):
+            least = found
+    return least if or_leanest else None
 
 
 def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float, work: float) -> StageCost | None:

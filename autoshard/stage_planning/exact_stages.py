@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,10 @@ from autoshard.stage_search import (
 from autoshard.stage_search.chunks import ChunkProblem
 from autoshard.stage_search.fitting import within_memory
 from autoshard.stage_search.simulating import ScheduleFacts, ScheduleForm, schedule_facts
+
+MOST_LEANER = 3  # leaner plans for a kind of stage
+ALIKE = 0.02  # stages whose room differs by no larger share get one plan, unless these would be more than that many
+LEANER: Mapping[str, Any] = {"gap": 0.02, "work": 2.0, "or_leanest": True}  # how well they are planned
 
 CutAt = Callable[[int, Sequence[int], bool], CutStep]
 """Number of microbatches, first units of all stages but the first, whether W has programs -> the step cut so."""
@@ -70,27 +75,26 @@ def exact_pipeline(
         return found
     # Each virtual stage of a device gets a part of its memory. One may hold more than that where others hold less.
     limits = stage_limits(choice, facts)
-    leaner = [planner.within(n, at[n], stage_in_flight(facts, n), limits[n]) for n in numbers]
-    return _exact(space, choice, cut, _fast_where_there_is_room(space, choice, facts, fastest, leaner))
+    in_flight = [stage_in_flight(facts, number) for number in numbers]
+    plans = planner.plans_within(at, in_flight, limits)
+    return _exact(space, choice, cut, _fast_where_there_is_room(space, choice, facts, plans))
 
 
 def _fast_where_there_is_room(
     space: StageSpace,
     choice: PipelineChoice,
     facts: ScheduleFacts,
-    fastest: Sequence[StageCost | None],
-    leaner: Sequence[StageCost | None],
+    plans: Sequence[Sequence[StageCost]],
 ) -> list[StageCost | None]:
-    """Of each stage the fastest plan or a leaner one: as many leaner ones as each device needs to fit."""
+    """Of each stage one of its plans, fastest first: leaner ones as far as its device needs them."""
     stages: list[ChosenStage] = []
     tables: list[StageTable] = []
     cost_of: dict[int, StageCost | None] = {}  # by the ids of tables
-    for stage, fast, lean in zip(choice.stages, fastest, leaner, strict=True):
-        plans = [one for one in (fast, lean) if one is not None]
-        made = [_table_of(stage, one, space.layers) for one in dict.fromkeys(plans)]
+    for stage, own in zip(choice.stages, plans, strict=True):
+        made = [_table_of(stage, one, space.layers) for one in own]
         if not made:
             return [None]
-        cost_of.update(zip(map(id, made), dict.fromkeys(plans), strict=True))
+        cost_of.update(zip(map(id, made), own, strict=True))
         stages.append(replace(stage, table=made[0]))
         tables += made
     form = ScheduleForm(facts.schedule.placement, facts.schedule.has_weight_tasks)
@@ -119,32 +123,66 @@ def _exact(
 
 
 class _StagePlanner:
-    """Plans stages, each kind of them once if its fastest plan fits whatever is in flight."""
+    """Plans stages: each kind of them once for speed, and a few times for less memory."""
 
     def __init__(self, cut: CutStep, backend: Backend) -> None:
         self._cut, self._backend = cut, backend
-        self._known: dict[tuple[int, str, float, float, bool], StageCost | None] = {}
+        self._fastest: dict[tuple[int, str], StageCost | None] = {}
 
     def fastest(self, number: int, shape: SubMeshShape) -> StageCost | None:
         """The fastest plan of a stage, whatever it holds."""
-        return self._planned(number, shape, 1.0, math.inf)
+        key = self._cut.kinds[number], shape.in_row.name
+        if key not in self._fastest:
+            self._fastest[key] = self._planned(number, shape, 1.0, math.inf)
+        return self._fastest[key]
 
-    def within(self, number: int, shape: SubMeshShape, in_flight: float, limit: float) -> StageCost | None:
-        """The fastest plan of a stage that holds no more than `limit` bytes per device, or about the least it can."""
-        fastest = self.fastest(number, shape)
-        if fastest is not None and fastest.held(in_flight) <= limit:
-            return fastest
-        found = self._planned(number, shape, in_flight, limit)
-        return found or self._planned(number, shape, in_flight, limit, or_leanest=True)
+    def plans_within(
+        self, shapes: Sequence[SubMeshShape], in_flight: Sequence[float], limits: Sequence[float]
+    ) -> list[list[StageCost]]:
+        """Per stage its plans, the fastest first; leaner ones where the fastest holds more than its limit.
+
+        Stages of one kind share their leaner plans. Each plan is for the stage that has the least room of some whose
+        room is alike. It holds no more than that room, or about the least that is possible.
+        """
+        found: list[list[StageCost]] = [[] for _ in shapes]
+        lacking: dict[tuple[int, str], list[tuple[float, int]]] = {}  # kind -> share of what the fastest holds, stage
+        for number, (shape, flying, limit) in enumerate(zip(shapes, in_flight, limits, strict=True)):
+            fastest = self.fastest(number, shape)
+            share = 0.0 if fastest is None else limit / fastest.held(flying)
+            found[number] += [fastest] if fastest is not None else []
+            if share < 1.0:
+                lacking.setdefault((self._cut.kinds[number], shape.in_row.name), []).append((share, number))
+        for several in lacking.values():
+            leaner: list[StageCost] = []
+            for _, number in _least_of_groups(sorted(several)):
+                one = self._planned(number, shapes[number], in_flight[number], limits[number], **LEANER)
+                leaner += [one] if one is not None else []
+            for _, number in several:
+                found[number] += leaner
+        return found
 
     def _planned(
-        self, number: int, shape: SubMeshShape, in_flight: float, limit: float, *, or_leanest: bool = False
+        self, number: int, shape: SubMeshShape, in_flight: float, limit: float, **effort: Any
     ) -> StageCost | None:
-        key = self._cut.kinds[number], shape.in_row.name, in_flight, limit, or_leanest
-        if key not in self._known:
-            where = SubMeshModel(shape.mesh, shape.topology, self._backend, limit / self._backend.usable)
-            self._known[key] = self._cut.cost(number, where, in_flight, or_leanest=or_leanest)
-        return self._known[key]
+        where = SubMeshModel(shape.mesh, shape.topology, self._backend, limit / self._backend.usable)
+        return self._cut.cost(self._cut.kinds[number], where, in_flight, **effort)
+
+
+def _least_of_groups(ascending: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Of stages in the order of their room, those that have the least of some whose room is alike.
+
+    >>> _least_of_groups([(0.5, 3), (0.505, 1), (0.9, 2)])
+    [(0.5, 3), (0.9, 2)]
+    """
+    alike = ALIKE
+    while True:
+        firsts: list[tuple[float, int]] = []
+        for one in ascending:
+            if not firsts or one[0] > firsts[-1][0] * (1 + alike):
+                firsts.append(one)
+        if len(firsts) <= MOST_LEANER:
+            return firsts
+        alike *= 2
 
 
 def stage_in_flight(facts: ScheduleFacts, number: int) -> float:

@@ -19,7 +19,7 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes
-from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs
+from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs, with_loops
 from autoshard.stage_search import MicrobatchCosts, StageSpace, StageTable
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12)  # virtual stages per device: more of them than divide the layers evenly gain little
@@ -51,7 +51,7 @@ class SpaceRequest:
     least_task_seconds: float = DISPATCH_SECONDS
     shapes: Sequence[SubMeshShape] = ()  # () for all
     least_stages: int = 1
-    most_stages: int = 32
+    most_stages: int = 32  # of a pipeline, however many devices there are
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +71,18 @@ class PlannedSpace:
         Returns:
             None if all of these were planned before, or cannot be.
         """
-        planned = [name for name in shapes if self._planner.plan(self.shapes[name], microbatches)]
+        planned = [name for name in shapes if self._planner.plan_further(self.shapes[name], microbatches)]
         if not planned:
             return None
         for name in planned:
             shape = self.shapes[name]
             self._planner.plan_lean(shape, self.space.row.devices // shape.in_row.devices, microbatches)
-        tables = [self._planner.tables(shape, microbatches) for shape in self.shapes.values()]
-        costs = replace(self.space.costs[microbatches], tables=tuple(itertools.chain(*tables)))
+        known, tables = self.space.costs[microbatches], list[StageTable]()
+        for name, shape in self.shapes.items():
+            again = name in planned
+            own = self._planner.tables(shape, microbatches) if again else known.tables
+            tables += [table for table in own if table.shape.name == name]
+        costs = replace(known, tables=tuple(tables))
         return replace(self, space=replace(self.space, costs={**self.space.costs, microbatches: costs}))
 
 
@@ -90,6 +94,7 @@ class _UnitPlanner:
         self.cuts: dict[int, UnitCut] = {}
         self.fast: dict[str, dict[int, UnitCosts]] = {}  # by names of sub-meshes and numbers of microbatches
         self._lean: dict[str, dict[int, UnitCosts]] = {}  # the same for plans that fit
+        self._with_loops: set[tuple[str, int]] = set()  # of which stages of several units were planned, too
 
     def cut(self, microbatches: int) -> UnitCut:
         """
@@ -113,13 +118,26 @@ class _UnitPlanner:
             found[microbatches] = costs
         return costs is not None
 
-    def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> None:
-        """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages."""
+    def plan_further(self, shape: SubMeshShape, microbatches: int) -> bool:
+        """Plans for speed, stages of several units too; whether costs are known now that were not."""
+        is_new, known = self.plan(shape, microbatches), self.fast[shape.in_row.name]
+        if microbatches not in known or (shape.in_row.name, microbatches) in self._with_loops:
+            return is_new
+        self._with_loops.add((shape.in_row.name, microbatches))
+        found = with_loops(self.cut(microbatches), shape, self.request.backend, known[microbatches])
+        is_new |= found.loop_bytes > 0
+        known[microbatches] = found
+        return is_new
+
+    def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> bool:
+        """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages; whether that was so."""
         name, in_flight = shape.in_row.name, min(MOST_IN_FLIGHT * stages, float(microbatches))
         fast = self.fast[name][microbatches]
         leaner = lean_unit_costs(self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight)
-        if leaner is not None and leaner is not fast:
-            self._lean.setdefault(name, {})[microbatches] = leaner
+        if leaner is None or leaner is fast:
+            return False
+        self._lean.setdefault(name, {})[microbatches] = leaner
+        return True
 
     def tables(self, shape: SubMeshShape, microbatches: int) -> list[StageTable]:
         """Those of one sub-mesh: of plans for speed, and of such as fit where those do not.
@@ -132,7 +150,7 @@ class _UnitPlanner:
         costs = between_microbatches(fast, microbatches)
         variants = {"": costs}
         if lean:
-            most = microbatches if microbatches in lean else max(lean)  # with the most each holds the least
+            most = microbatches if microbatches in lean else max(lean)
             variants["lean"] = _in_proportion(lean[most], costs, fast[most])
         return [one.layer_costs().table(shape.in_row, variant) for variant, one in variants.items()]
 
@@ -163,9 +181,12 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
     counts = list(planner.cuts)
     for shape in shapes:
-        for count in counts:
-            if planner.plan(shape, count):
-                planner.plan_lean(shape, max(1, row.devices // shape.in_row.devices), count)
+        planned = [count for count in counts if planner.plan(shape, count)]
+        # Lean plans for one number of microbatches do until one is chosen: with the most, each holds the least.
+        stages = max(1, row.devices // shape.in_row.devices)
+        for count in sorted(planned, reverse=True):
+            if planner.plan_lean(shape, stages, count):
+                break
     first = counts[0]
     costs = {}
     for count in request.microbatches:
@@ -181,7 +202,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
 def _in_proportion(known: UnitCosts, other: UnitCosts, base: UnitCosts) -> UnitCosts:
     """Costs for another number of microbatches, which grow as those of other plans do."""
     ratio = np.divide(other.values, base.values, out=np.ones_like(base.values), where=base.values > 0)
-    return UnitCosts(known.values * ratio)
+    return replace(other, values=known.values * ratio)
 
 
 def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCosts:
@@ -199,7 +220,9 @@ def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCost
     (low, many), (high, few) = next((pair for pair in pairs if 1 / count <= pair[1][0]), pairs[-1])
     share = (1 / count - low) / (high - low)
     values = known[many].values * (1 - share) + known[few].values * share
-    return UnitCosts(np.maximum(values, known[many].values * min(1.0, 1 / count / low)))
+    least = known[many].values * min(1.0, 1 / count / low)
+    looped = max(known[many], known[few], key=lambda one: one.loop_bytes)
+    return replace(looped, values=np.maximum(values, least))
 
 
 def microbatch_counts(rows: int, most: int = 512) -> list[int]:

@@ -7,12 +7,14 @@ planned for a few numbers of rows, and interpolated between these.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.errors import StageError
 from autoshard.model.xla.backends import Backend
@@ -26,7 +28,8 @@ from autoshard.stages.units import Unit, Units
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
 
 # How well units are planned for tables. The stages that are chosen are planned as any step is.
-_EFFORT: Mapping[str, float] = {"gap": 0.03, "work": 2.0}
+_EFFORT: Mapping[str, Any] = {"gap": 0.03, "work": 2.0, "shares": (1.0,)}
+_ALIKE = 1e-3  # units are planned as one if their FLOPs and their parameters differ by no larger share
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,7 @@ class UnitCut:
     cut: CutStep
     planned: tuple[int, ...]  # per unit, the stage that is the unit of its kind
     crossing: Numbers  # bytes of one microbatch that cross the cut before each unit, one way; 0 at both ends
+    pair: tuple[int, int] | None = None  # a stage of two units of the most frequent kind, and that of one
 
     @classmethod
     def of(cls, units: Units, cut_at: Callable[[Sequence[int]], CutStep]) -> UnitCut:
@@ -51,15 +55,19 @@ class UnitCut:
                 "pipeline: the forward pass computes nothing per row of the batch that a stage could have.\n"
                 "Leave pipeline= out."
             )
-        found: dict[Any, list[int]] = {}
-        for number, unit in enumerate(units.units):
-            found.setdefault(_kind(unit), []).append(number)
+        kinds = kinds_of(units.units)
+        found: dict[int, list[int]] = {}
+        for number, kind in enumerate(kinds):
+            found.setdefault(kind, []).append(number)
         # The first of several units may differ from the others in what it reads.
         ways = [[min(1, len(numbers) - 1), len(numbers) // 2, -1, 0] for numbers in found.values()]
         refusal: StageError | None = None
-        for picked in dict.fromkeys(zip(*ways, strict=True)):
+        several = max(found.values(), key=len)
+        for picked, has_pair in itertools.product(dict.fromkeys(zip(*ways, strict=True)), (True, False)):
             chosen = {kind: numbers[at] for (kind, numbers), at in zip(found.items(), picked, strict=True)}
             ends = {first for number in chosen.values() for first in (number, number + 1)}
+            pair = _pair(several, set(chosen.values())) if has_pair else None
+            ends |= set() if pair is None else {pair, pair + 2}
             firsts = sorted(ends - {0, len(units.units)})
             try:
                 made = cut_at(firsts)
@@ -71,13 +79,29 @@ class UnitCut:
             raise refusal
         stage_of = {number: bisect.bisect_right(firsts, number) for number in chosen.values()}
         crossing = [0.0, *(float(unit.crossing_bytes) for unit in units.units[1:]), 0.0]
-        planned = tuple(stage_of[chosen[_kind(unit)]] for unit in units.units)
-        return cls(made, planned, np.array(crossing))
+        planned = tuple(stage_of[chosen[kind]] for kind in kinds)
+        two = None if pair is None else (bisect.bisect_right(firsts, pair), planned[pair])
+        return cls(made, planned, np.array(crossing), two)
 
 
-def _kind(unit: Unit) -> tuple[Any, ...]:
-    """What units have in common that cost the same, or nearly so: the first and last layers hand on other values."""
-    return unit.forward_flops, unit.parameter_bytes
+def _pair(numbers: Sequence[int], apart: Collection[int]) -> int | None:
+    """The first of two neighbours among units of one kind of which neither is a stage by itself, if there are such."""
+    pairs = (one for one, other in itertools.pairwise(numbers) if other == one + 1)
+    return next((one for one in pairs if one not in apart and one + 1 not in apart), None)
+
+
+def kinds_of(units: Sequence[Unit]) -> list[int]:
+    """Per unit, the first that costs the same or nearly so: the last layer may have the norm behind it, too."""
+    found: list[int] = []
+    for number, unit in enumerate(units):
+        firsts = (first for first in dict.fromkeys(found) if _is_alike(unit, units[first]))
+        found.append(next(firsts, number))
+    return found
+
+
+def _is_alike(unit: Unit, other: Unit) -> bool:
+    flops = math.isclose(unit.forward_flops, other.forward_flops, rel_tol=_ALIKE)
+    return flops and math.isclose(unit.parameter_bytes, other.parameter_bytes, rel_tol=_ALIKE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,16 +109,32 @@ class UnitCosts:
     """Costs of every unit on one sub-mesh for one number of microbatches, [field, unit], as `FIELDS` has them."""
 
     values: Numbers
+    loop_bytes: float = 0.0  # that a stage of several units of a loop works in beside what one of them does
+    in_loop: NDArray[np.bool_] | None = None  # which units the loop has
 
     def layer_costs(self) -> LayerCosts:
         """The same for the search of stages."""
-        return LayerCosts(**dict(zip(FIELDS, self.values, strict=True)))
+        figures = dict(zip(FIELDS, self.values, strict=True))
+        return LayerCosts(**figures, loop_bytes=self.loop_bytes, in_loop=self.in_loop)
 
 
 def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend) -> UnitCosts | None:
     """Every unit of a step planned on one sub-mesh for speed alone; None if some unit was not planned."""
     where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
     return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0, **_EFFORT))
+
+
+def with_loops(units: UnitCut, shape: SubMeshShape, backend: Backend, costs: UnitCosts) -> UnitCosts:
+    """The same costs with what a stage of two units is found to work in beside what one of them does."""
+    if units.pair is None:
+        return costs
+    where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
+    two = units.cut.cost(units.pair[0], where, in_flight=1.0, **_EFFORT)
+    if two is None:
+        return costs
+    one = costs.values[FIELDS.index("working_bytes"), units.planned.index(units.pair[1])]
+    in_loop = np.array(units.planned) == units.pair[1]
+    return replace(costs, loop_bytes=max(0.0, two.working_bytes - float(one)), in_loop=in_loop)
 
 
 def lean_unit_costs(

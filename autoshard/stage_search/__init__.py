@@ -2,7 +2,7 @@
 
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.machine import Channel, DeviceRow, SubMesh
-from autoshard.stage_search.search import SearchSettings, search_stages
+from autoshard.stage_search.search import SearchMemory, SearchSettings, search_stages
 from autoshard.stage_search.simulating import simulated
 from autoshard.stage_search.tables import LayerCosts, MicrobatchCosts, StageSpace, StageTable
 
@@ -13,6 +13,7 @@ __all__ = [
     "LayerCosts",
     "MicrobatchCosts",
     "PipelineChoice",
+    "SearchMemory",
     "SearchSettings",
     "SimulatedChoice",
     "StageSearchResult",

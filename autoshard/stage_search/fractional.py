@@ -30,7 +30,7 @@ from autoshard.stage_search.whole_layers import Ending, LayerLimit, least_per_la
 
 MOST_PROGRAMS = 40  # one after the other, each with more paths
 NEAR = 1e-3  # by which share of it the makespan may be missed
-_ROUNDING = 1e-6  # by which share the solver may be wrong
+_PROGRAM_ERROR = 1e-6  # by which share the solver may be wrong
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def fractional_bound(
             return float(below)
         if found.status != 0:
             break
-        bound = max(bound, float(found.fun) * (1.0 - _ROUNDING))
+        bound = max(bound, float(found.fun) * (1.0 - _PROGRAM_ERROR))
         if bound >= below or not has_tasks:
             break
         seconds, paths = orders.last_paths({key: float(found.x[column]) for key, column in duration.items()})

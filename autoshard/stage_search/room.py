@@ -32,9 +32,9 @@ from autoshard.stage_search.whole_layers import LAST_LAYERS, Ending, WholeLayers
 
 # Prices of a device's whole memory and of a scale of seconds.
 _GRID = ((1.0, 0.0), (1.0, 0.1), (1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (1.0, 10.0), (0.0, 1.0))
-_MOST_PRICES = 24
-_NEAR = 1e-3  # by which share the seconds may be missed
-_ROUNDING = 1e-9
+_MOST_PRICES = 24  # of both kinds that are tried for a device: the grid, and the first that trade shapes
+_NEAR_SECONDS = 1e-3  # by which share the seconds may be missed
+_ROUNDED_COUNT = 1e-9  # layers: what rounding may make of a whole number of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +53,10 @@ class _DeviceLimits:
         some = self.per_second == 0 if math.isinf(seconds) else slice(None)
         there = self.left[some] if math.isinf(seconds) else self.left + seconds * self.per_second
         room = there - self.forced[:, some]
-        if (room + self.unused[some] < -_ROUNDING).any():
+        if (room + self.unused[some] < -_ROUNDED_COUNT).any():
             return -math.inf
-        more = float((room / np.maximum(self.more[:, some], _ROUNDING)).min())
-        return max(0.0, self.forced_count + math.floor(more + _ROUNDING))
+        more = float((room / np.maximum(self.more[:, some], _ROUNDED_COUNT)).min())
+        return max(0.0, self.forced_count + math.floor(more + _ROUNDED_COUNT))
 
 
 class RoomForLayers:
@@ -118,7 +118,7 @@ class RoomForLayers:
             low, high = high, min(below, 2 * high)
             if low == below:
                 return below
-        while high - low > _NEAR * high:
+        while high - low > _NEAR_SECONDS * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._has_room(kinds, ending, middle) else (middle, high)
         return low

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,7 @@ from autoshard.stage_search.whole_layers import WholeLayers
 _APART = 0.01  # of the work: gradients of weights that take less are as good as none
 _PROGRAMS = 0.03  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
 _LARGEST_PROGRAM = 6_000  # tasks: what programs take grows faster than they do
-_NEAR = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
+_NEAR_BEST = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,29 @@ class SearchSettings:
     )
     polished: int = 6  # choices from which moves are tried first
     others: int = 8  # choices beside the best that are told
+
+
+@dataclass(frozen=True, eq=False)
+class SearchMemory:
+    """What searches found that holds for the next one, of a space in which some tables are others.
+
+    Keys have the identities of tables, so entries keep these alive.
+    """
+
+    firsts: dict[tuple[object, ...], tuple[tuple[StageTable, ...], float, tuple[ChosenStage, ...] | None]] = field(
+        default_factory=dict
+    )  # tables, bound and first choice of kinds with several virtual stages per device
+    simulated: list[SimulatedChoice] = field(default_factory=list)
+
+    def simulated_in(self, space: StageSpace) -> dict[tuple[object, ...], SimulatedChoice | None]:
+        """The choices of a space whose seconds are known, by their keys."""
+        tables = {id(table) for costs in space.costs.values() for table in costs.tables}
+        return {
+            one.choice.key: one
+            for one in self.simulated
+            if (one.choice.schedule, one.choice.chunks) in space.schedules
+            and all(id(stage.table) in tables for stage in one.choice.stages)
+        }
 
 
 class Kind:
@@ -104,11 +127,13 @@ class ChainKind(Kind):
 class ChunkKind(Kind):
     """Several virtual stages per device: one choice, and the moves from these."""
 
-    def __init__(self, problem: ChunkProblem, whole: WholeLayers, schedule: str, chunks: int) -> None:
+    def __init__(
+        self, problem: ChunkProblem, whole: WholeLayers, schedule: str, chunks: int, memory: SearchMemory
+    ) -> None:
         super().__init__(schedule, chunks, problem.microbatches, problem.devices)
         self.bound = whole.bound(problem.form.placement)
         self._estimate = max(self.bound, whole.estimate(problem.devices, chunks))
-        self._problem, self._whole = problem, whole
+        self._problem, self._whole, self._memory = problem, whole, memory
         self._is_new = True
         self._tight: KindBound | None = None
 
@@ -122,11 +147,20 @@ class ChunkKind(Kind):
         first, self._is_new = self._is_new, False
         if not first or self.bound >= below:
             return None
-        self.bound = max(self.bound, mean_bound(self._problem))
-        if self.bound < below and not (self._room is not None and self._room.is_enough()):
-            self.bound = math.inf
-        stages = balanced(self._problem) if self.bound < below else None
-        return stages and within_memory(self._problem, stages, self._in_flight)
+        tables = self._problem.tables
+        key = self.schedule, self.chunks, self.microbatches, *map(id, tables)
+        if key not in self._memory.firsts:
+            self.bound = max(self.bound, mean_bound(self._problem))
+            if self.bound >= below:
+                return None
+            if self._room is not None and not self._room.is_enough():
+                self.bound = math.inf
+            stages = balanced(self._problem) if self.bound < below else None
+            fitting = None if stages is None else within_memory(self._problem, stages, self._in_flight)
+            self._memory.firsts[key] = tables, self.bound, fitting
+        _, known, stages = self._memory.firsts[key]
+        self.bound = max(self.bound, known)
+        return stages if self.bound < below else None
 
     @functools.cached_property
     def _room(self) -> RoomForLayers | None:
@@ -156,15 +190,21 @@ class ChunkKind(Kind):
         return taken
 
 
-def search_stages(space: StageSpace, settings: SearchSettings | None = None) -> StageSearchResult:
+def search_stages(
+    space: StageSpace, settings: SearchSettings | None = None, memory: SearchMemory | None = None
+) -> StageSearchResult:
     """The fastest pipeline found in a space, with a lower bound.
 
     Never worse than the best of each kind's first choice. `StageSearchResult.gap` says how far from the best possible
     it can be. All figures are those of the tables.
+
+    Args:
+        memory: what earlier searches found; this one adds to it.
     """
     found = StageSearchResult(None, math.inf, (), 0)
+    memory = SearchMemory() if memory is None else memory
     for some in _useful(space):
-        found = _Search(some, settings or SearchSettings()).result()
+        found = _Search(some, settings or SearchSettings(), memory).result()
         if found.best is not None:
             break
     return found
@@ -186,10 +226,10 @@ def _useful(space: StageSpace) -> list[StageSpace]:
 
 
 class _Search:
-    def __init__(self, space: StageSpace, settings: SearchSettings) -> None:
-        self.space, self.settings = space, settings
+    def __init__(self, space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> None:
+        self.space, self.settings, self.memory = space, settings, memory
         self.tasks = 0
-        self.seen: dict[tuple[object, ...], SimulatedChoice | None] = {}
+        self.seen: dict[tuple[object, ...], SimulatedChoice | None] = memory.simulated_in(space)
         self.best: SimulatedChoice | None = None
 
     @property
@@ -197,7 +237,7 @@ class _Search:
         return math.inf if self.best is None else self.best.seconds
 
     def result(self) -> StageSearchResult:
-        kinds = list(kinds_of(self.space, self.settings))
+        kinds = list(kinds_of(self.space, self.settings, self.memory))
         self._look_at_first_choices(kinds, 0.4)
         self._polish(0.7)
         self._look_further(kinds, 1.0)
@@ -218,7 +258,7 @@ class _Search:
         first: list[tuple[float, int, PipelineChoice]] = []
         least = math.inf
         for kind in sorted(kinds, key=lambda kind: kind.estimate):
-            if kind.estimate >= least * _NEAR or not math.isfinite(kind.estimate):
+            if kind.estimate >= least * _NEAR_BEST or not math.isfinite(kind.estimate):
                 break
             stages = kind.next(math.inf)
             if stages is not None:
@@ -226,7 +266,7 @@ class _Search:
                 first.append((estimated_seconds(self.space, choice), len(first), choice))
                 least = min(least, first[-1][0])
         for estimate, _, choice in sorted(first, key=lambda one: one[:2]):
-            if estimate >= self.incumbent * _NEAR or (self.best is not None and not self._may_go_on(share)):
+            if estimate >= self.incumbent * _NEAR_BEST or (self.best is not None and not self._may_go_on(share)):
                 return
             self._take(self.simulate(choice))
 
@@ -236,7 +276,7 @@ class _Search:
             (one for one in self.seen.values() if one is not None and one.fits), key=lambda one: one.seconds
         )
         for one in _best_of_kinds(fitting)[: self.settings.polished]:
-            if one.seconds < self.incumbent * _NEAR:
+            if one.seconds < self.incumbent * _NEAR_BEST:
                 self._take(polished(self.space, one, self.simulate, lambda: self._may_go_on(share)))
 
     def _look_further(self, kinds: Sequence[Kind], share: float) -> None:
@@ -274,7 +314,9 @@ class _Search:
         """What a choice takes; each is simulated once."""
         if choice.key not in self.seen:
             self.tasks += 2 * choice.microbatches * len(choice.stages)
-            self.seen[choice.key] = simulated(self.space, choice)
+            found = self.seen[choice.key] = simulated(self.space, choice)
+            if found is not None:
+                self.memory.simulated.append(found)
         return self.seen[choice.key]
 
 
@@ -287,7 +329,7 @@ def _best_of_kinds(fitting: list[SimulatedChoice]) -> tuple[SimulatedChoice, ...
     return tuple(found.values())
 
 
-def kinds_of(space: StageSpace, settings: SearchSettings) -> Iterator[Kind]:
+def kinds_of(space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> Iterator[Kind]:
     """Every kind of pipeline in a space."""
     plain = [name for name, chunks in space.schedules if chunks == 1]
     chunked = [(name, chunks) for name, chunks in space.schedules if chunks > 1]
@@ -300,7 +342,7 @@ def kinds_of(space: StageSpace, settings: SearchSettings) -> Iterator[Kind]:
                 continue
             yield from _chain_kinds(space, microbatches, tables, plain, stages, most)
             if stages is not None and stages > 1:
-                yield from _chunk_kinds(space, microbatches, tables, chunked, stages)
+                yield from _chunk_kinds(space, microbatches, tables, chunked, stages, memory)
 
 
 def _chain_kinds(
@@ -336,6 +378,7 @@ def _chunk_kinds(
     tables: tuple[StageTable, ...],
     schedules: list[tuple[str, int]],
     stages: int,
+    memory: SearchMemory,
 ) -> Iterator[Kind]:
     known: dict[bool, WholeLayers] = {}
     for name, chunks in schedules:
@@ -346,7 +389,7 @@ def _chunk_kinds(
             split = form.has_weight_tasks
             if split not in known:
                 known[split] = WholeLayers.of(space, microbatches, tables, has_weight_tasks=split)
-            yield ChunkKind(ChunkProblem(space, form, microbatches, tables), known[split], name, chunks)
+            yield ChunkKind(ChunkProblem(space, form, microbatches, tables), known[split], name, chunks, memory)
 
 
 def families(

@@ -21,7 +21,7 @@ from autoshard.stages.roles import Roles, bytes_of, variables, work
 from autoshard.stages.stacks import Origin
 
 _END = Origin(2**62)  # after every equation
-_NEAR = 8  # boundaries: a layer of a transformer has about as many products
+_NEAR_BOUNDARIES = 8  # boundaries: a layer of a transformer has about as many products
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def _boundaries(slots: Sequence[_Slot], least: int) -> list[int]:
         k
         for n, k in enumerate(found)
         if not (
-            any(2 * slots[one].crossing <= slots[k].crossing for one in found[max(0, n - _NEAR) : n])
-            and any(2 * slots[one].crossing <= slots[k].crossing for one in found[n + 1 : n + 1 + _NEAR])
+            any(2 * slots[one].crossing <= slots[k].crossing for one in found[max(0, n - _NEAR_BOUNDARIES) : n])
+            and any(2 * slots[one].crossing <= slots[k].crossing for one in found[n + 1 : n + 1 + _NEAR_BOUNDARIES])
         )
     ]
     return good if len(good) + 1 >= least else found

@@ -315,7 +315,7 @@ class ExpertParallel(_OnEveryAxis):
 
     rule = (_DATA, _EXPERTS)
     needs = Dim.EXPERT
-    order = 2
+    order = 2  # what it says of experts stands, whatever others say of weights
 
 
 class TwoDimensional(Tactic):

@@ -40,8 +40,8 @@ from autoshard.specs import fitting
 from autoshard.together.joint_problem import JointProblem, Shared, homes_of, joint_problem
 from autoshard.user_plan import Plan
 
-_ROUNDS = 4  # of solving the joint problem, each with other mixtures
-_CLOSE = 1e-6  # relative: a total that is so close to its bound is left alone
+_JOINT_ROUNDS = 4  # of solving the joint problem, each with other mixtures
+_GAP_LEFT = 1e-6  # relative: a total that is so close to its bound is left alone
 _TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the joint problem, which does not count what reshardings hold
 _OPTIONS = (
     "memory",
@@ -194,7 +194,7 @@ class _Search:
         return plans
 
     def is_close(self, total: float) -> bool:
-        return total <= self.bound * (1 + _CLOSE)
+        return total <= self.bound * (1 + _GAP_LEFT)
 
     def places(self, program: int) -> dict[int, int]:
         """Index in `shared` -> the program's argument."""
@@ -240,7 +240,7 @@ class _Search:
         found: list[_Candidate] = []
         for tighter in _TIGHTER:
             shares = _Shares(formulations)
-            for _ in range(_ROUNDS):
+            for _ in range(_JOINT_ROUNDS):
                 joint = joint_problem(formulations, shares.problems(), self.weights, self.shared, limit * tighter)
                 solution = self.solved(joint)
                 if solution is None:

@@ -57,6 +57,31 @@ def test_static_arguments_reach_the_step_as_they_are(step, jit, make, path):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
+OTHERS = [  # a static argument that is none of those with which operations were written out
+    ((3,), {"how": "mean"}, "turns is 3, it was 2 when the step was planned"),
+    ((2,), {"how": "sum"}, "how is 'sum', it was 'mean'"),
+    ((2,), {}, "how is 'sum', it was 'mean'"),
+    ((), {"turns": True, "how": "mean"}, "turns is True, it was 2"),
+]
+
+
+@pytest.mark.parametrize(
+    "step, jit, make", [(powered, jax.jit, lambda: WEIGHT), (trained, nnx.jit, model_of)], ids=["arrays", "modules"]
+)
+def test_operations_that_are_written_out_have_their_static_arguments(step, jit, make):
+    """Whichever way these are given, defaults included."""
+    mesh, static = mesh_of(), {"static_argnums": 1, "static_argnames": ("turns", "how")}
+    plan = autoshard.autoshard(step, mesh=mesh, microbatches=2, **static).plan(make(), 2, X, how="mean")
+    code = plan.to_code()
+    assert "written out here" in code
+    written = jit(defined(code)["constrained"](step, mesh, **static), **static)
+    for args, kwargs in (((2, X), {"how": "mean"}), ((), {"turns": 2, "x": X, "how": "mean"})):
+        np.testing.assert_allclose(written(make(), *args, **kwargs), step(make(), 2, X, how="mean"), rtol=1e-5)
+    for args, kwargs, text in OTHERS:
+        with pytest.raises(ValueError, match=text):
+            written(make(), *args, x=X, **kwargs)
+
+
 def told(model, x):
     return {"kind": "text", "sum": model(x).sum()}
 
@@ -65,9 +90,13 @@ def called(model, x, how):
     return getattr(jnp, how)(model(x))
 
 
+def applied(w, x):
+    return (jnp.tanh(x @ w) @ w.T).at[0].apply(jnp.sin)
+
+
 UNEVEN = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((257, 257), (63, 257))]
 DEPARTURES = [  # step, arguments, options, what the code says
-    (lambda w, x: jnp.tanh(x @ w) @ w.T, UNEVEN, {"pad": "auto"}, "(pad='auto'); operation at"),
+    (applied, UNEVEN, {"pad": "auto"}, "(pad='auto'); scatter at"),
     (told, (model_of(), X), {}, "or the step returns, what is no array"),
     (called, (model_of(), X, "sum"), {}, "takes leaves that are no arrays"),
 ]

@@ -114,6 +114,37 @@ def test_a_padded_step_takes_the_padded_batch():
         mean(rows)
 
 
+def test_a_padded_step_that_cannot_be_written_is_refused():
+    """The step as it is would count the added rows."""
+
+    def step(rows):
+        return jnp.mean(jax.pure_callback(np.sin, rows[:, 0].sum(), rows[:, 0].sum()) * rows)
+
+    plan = autoshard.autoshard(step, mesh=mesh_of(), pad="batch").plan(array(7, 16))
+    with pytest.raises(autoshard.PlanError, match=r"would count the rows that are added.* pure_callback cannot"):
+        plan.to_code()
+
+
+def test_dims_that_are_padded_inside_are_written_with_their_layouts():
+    def step(weight, x):
+        def loss_of(weight):
+            return jnp.mean(jnp.tanh(jnp.tanh(x @ weight) @ weight.T) ** 2)
+
+        loss, gradient = jax.value_and_grad(loss_of)(weight)
+        return weight - 0.1 * gradient, loss
+
+    mesh, arguments = mesh_of(), (array(257, 257), array(63, 257))
+    machine = slow_chips(mesh.axis_names)
+    plan = autoshard.autoshard(step, mesh=mesh, topology=machine, pad="auto").plan(*arguments)
+    code = plan.to_code()
+    assert "dims are padded inside the step" in code and "autoshard" not in code.partition("import jax")[2]
+    written = jax.jit(defined(code)["constrained"](step, mesh))
+    planned = collectives(plan.lowering().compile().as_text())
+    assert collectives(written.lower(*arguments).compile().as_text()) == planned and planned
+    for one, other in zip(written(*arguments), jax.jit(step)(*arguments), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
+
+
 def test_modules_are_changed_by_written_out_steps():
     def step(model, x):
         loss, gradients = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)

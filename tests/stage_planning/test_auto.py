@@ -248,7 +248,7 @@ def test_a_choice_that_cannot_be_cut_leaves_the_others(mesh, monkeypatch):
 
 
 def test_a_unit_that_cannot_be_cut_out_leaves_the_others_of_its_kind():
-    kinds = "abbbbc"
+    kinds = (1.0, 2.0, 2.0, 2.0, 2.0, 3.0)
     units = SimpleNamespace(
         units=[SimpleNamespace(forward_flops=kind, parameter_bytes=0, crossing_bytes=1) for kind in kinds]
     )

@@ -1,9 +1,16 @@
 """What each virtual stage of a device may hold: working bytes are shared, since one program runs at a time."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from autoshard.stage_planning.exact_stages import _fast_where_there_is_room, stage_in_flight, stage_limits
+from autoshard.stage_planning.exact_stages import (
+    _fast_where_there_is_room,
+    _StagePlanner,
+    stage_in_flight,
+    stage_limits,
+)
 from autoshard.stage_search import (
     Channel,
     ChosenStage,
@@ -61,17 +68,44 @@ def test_as_many_stages_are_lean_as_the_device_needs(kept, leaner_ones):
     """A device has two virtual stages and room for 45 bytes beside what it works in and five microbatches."""
     choice, facts = choice_of(2)
     fast, lean = [[Cost(seconds, size) for _ in choice.stages] for seconds, size in ((1.0, kept), (1.1, 16.0))]
-    found = _fast_where_there_is_room(space_of(choice), choice, facts, fast, lean)
+    found = _fast_where_there_is_room(space_of(choice), choice, facts, list(zip(fast, lean, strict=True)))
     on_first = [found[n] for n, home in enumerate(facts.schedule.placement) if home == 0]
     assert sum(one in lean for one in on_first) == leaner_ones
     held = sum(one.row[4] for one in on_first) + WORKING + LEFT * facts.in_flight[0].sum(axis=1).max()
     assert held <= ROOM
 
 
+class Stages:
+    """Twelve virtual stages of two kinds, of which the planner finds plans that hold just what they may."""
+
+    kinds = (0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0)
+
+    def __init__(self):
+        self.asked = []
+
+    def cost(self, number, where, in_flight, **_):
+        self.asked.append((number, where.memory, in_flight))
+        held = min(where.memory, 100.0)
+        return SimpleNamespace(held=lambda in_flight: held)
+
+
+@pytest.mark.parametrize("step, leaner", [(0.0, 1), (0.1, 2), (1.0, 2), (6.0, 2)])
+def test_stages_of_a_kind_share_a_few_leaner_plans(step, leaner):
+    """The first has room for its fastest plan, the others for less, each for a little more than the one before."""
+    stages, shape = Stages(), SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(name="8"))
+    planner = _StagePlanner(stages, SimpleNamespace(usable=1.0))
+    limits = [100.0, *(30.0 + step * i for i in range(10)), 200.0]
+    found = planner.plans_within([shape] * 12, [1.0] * 12, limits)
+    assert sum(memory == np.inf for _, memory, _ in stages.asked) == 2 and len(stages.asked) == 2 + leaner
+    assert len(found[0]) == len(found[11]) == 1
+    for plans, limit in zip(found[1:11], limits[1:11], strict=True):
+        assert plans[0].held(1.0) == 100.0 and any(one.held(1.0) <= limit for one in plans[1:])
+
+
 def test_a_stage_without_a_plan_leaves_no_pipeline():
     choice, facts = choice_of(2)
-    none = [None] * len(choice.stages)
-    assert _fast_where_there_is_room(space_of(choice), choice, facts, none, none) == [None]
+    none = [()] * len(choice.stages)
+    assert _fast_where_there_is_room(space_of(choice), choice, facts, none) == [None]
 
 
 def space_of(choice):

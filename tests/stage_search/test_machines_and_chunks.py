@@ -1,5 +1,7 @@
 """Machines of different speed and memory; several virtual stages per device against `autoshard.pipeline.simulate`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from every_pipeline import every_pipeline
@@ -12,9 +14,11 @@ from autoshard.stage_search import (
     LayerCosts,
     MicrobatchCosts,
     PipelineChoice,
+    SearchMemory,
     SearchSettings,
     StageSpace,
     SubMesh,
+    search,
     search_stages,
     simulated,
 )
@@ -138,3 +142,25 @@ def test_no_kind_of_pipeline_uses_up_what_may_be_simulated():
     space = StageSpace(row, costs, (("1f1b", 1), ("eager_1f1b", 1), *CHUNKED))
     hasty, thorough = (search_stages(space, SearchSettings(most_tasks=tasks)) for tasks in (5_000, 60_000))
     assert thorough.best.seconds <= hasty.best.seconds <= 1.02 * thorough.best.seconds
+
+
+@pytest.mark.parametrize("slower", [0.5, 3.0])
+def test_what_one_search_found_serves_the_next(slower, monkeypatch):
+    """The costs of one number of microbatches change; those of the other are not looked at again."""
+    (first, _, _), (other, _, _) = chunked_space(0, layers=5), chunked_space(0, layers=5)
+    (count,) = first.costs
+    space = replace(first, costs={count: first.costs[count], 2 * count: other.costs[count]})
+    memory = SearchMemory()
+    before = search_stages(space, EXACT, memory)
+    tables = (replace(one, forward=slower * one.forward) for one in space.costs[count].tables)
+    changed = replace(space, costs={**space.costs, count: replace(space.costs[count], tables=tuple(tables))})
+    alone, looked_at = search_stages(changed, EXACT), set()
+    simulated = search.simulated
+    monkeypatch.setattr(
+        search, "simulated", lambda space, choice: looked_at.add(choice.microbatches) or simulated(space, choice)
+    )
+    again = search_stages(changed, EXACT, memory)
+    assert (again.best.seconds, again.bound) == pytest.approx((alone.best.seconds, alone.bound))
+    assert count in looked_at or again.best.seconds == before.best.seconds
+    looked_at.clear()
+    assert search_stages(changed, EXACT, memory).best.seconds == again.best.seconds and not looked_at

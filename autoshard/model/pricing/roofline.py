@@ -41,7 +41,7 @@ class GroupWork:
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
         is_free = group.only_moves and not (group.is_sunk or group.is_copy)
-        if is_free or group.equations[0].primitive in _SAME_BUFFER:
+        if is_free or (group.equations[0].primitive in _SAME_BUFFER and not group.passes_before):
             return [0.0] * len(strategies)
         pieces = {
             factor: np.array([shards(strategy.axes.get(factor, ()), self.arrays.mesh) for strategy in strategies])
@@ -178,8 +178,10 @@ class GroupWork:
         """
         if group.is_recomputed and not group.is_sunk:
             return 0.0
-        written = sum(map(self._through_memory, (made.value for made in group.outputs), leaves))
         first = group.equations[0]
+        if first.primitive == "scan_carry":  # what a loop works on
+            return group.passes_before * self._through_memory(group.outputs[0].value, leaves[0])
+        written = sum(map(self._through_memory, (made.value for made in group.outputs), leaves))
         if first.primitive in _READS_RESULT_BYTES:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
             return (

@@ -3,7 +3,9 @@
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
 product to bring an argument in from memory, and to bring out a result, or what a loop stacks. Work comes on top. A
 product of what lies in the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
-bits are counted along each dim of an array.
+bits are counted along each dim of an array. Elementwise work and reductions that go over the same array, and do not
+wait for each other, are one operation with several results. What a larger loop repeats along a dim is computed ahead of
+it, by an operation of its own.
 
 What works on numbers alone runs beside the rest. A device that cuts its part out of what it has whole runs an operation
 of its own for that. What something is inserted into is copied or filled before, if it cannot be written over; the
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +29,8 @@ import numpy as np
 from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
 from autoshard.model.xla.products import multiplies_vector, product_sizes
-from autoshard.program import Equation, Program
+from autoshard.primitives import Work, facts_of
+from autoshard.program import Equation, Program, Value
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,12 @@ class Operations:
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        inside = self.least_seconds * sum(map(_extra_operations, group.equations))
+        inside = self.least_seconds * (sum(map(_extra_operations, group.equations)) + _operations_ahead(group))
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
             return self.least_seconds * (group.writes_apart and stacks_arrays)
-        if group.is_recomputed or group.ends_product or group.is_idle:
-            return inside
+        if group.is_recomputed or group.ends_product or group.is_idle or group.runs_beside:
+            return inside + self.least_seconds * group.runs_ahead
         if multiplies_vector(group):
             return inside + self.least_seconds
         if group.contracts:
@@ -54,7 +57,8 @@ class Operations:
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         is_scalar_work = all(math.prod(value.shape) <= 1 for value in arrays)
         is_vector_work = any(equation.primitive in _NEVER_SCALAR_WORK for equation in group.equations)
-        return inside + (0.0 if is_scalar_work and not is_vector_work else self.least_seconds)
+        runs = 0 if is_scalar_work and not is_vector_work else 1 + _moves_complex_numbers(group)
+        return inside + self.least_seconds * runs
 
     def vector_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """What a product takes more where devices have one row of it each, and what follows it runs apart.
@@ -104,6 +108,10 @@ def _extra_operations(equation: Equation) -> int:
         return 0
     if equation.primitive == "tridiagonal_solve":  # one row after the other
         return max(0, _OPERATIONS_OF_SYSTEM_ROW * (equation.inputs[0].shape[-1] - 1) - 2)
+    if equation.primitive == "triangular_solve":
+        rows = equation.inputs[0].shape[-1]
+        is_called = equation.inputs[0].dtype == np.float32
+        return 2 if is_called else _OPERATIONS_AROUND_ROWS + _OPERATIONS_OF_TRIANGLE_ROW * min(rows, _LARGEST_TRIANGLE)
     if equation.primitive == "fft":
         return _OPERATIONS_OF_TRANSFORM * len(equation.params["fft_lengths"])
     if equation.primitive in _OPERATIONS_OF_ONE_KEY and math.prod(equation.inputs[0].shape) == 1:
@@ -119,7 +127,6 @@ _EXTRA_OPERATIONS = {
     "regularized_incomplete_beta": 400,
     "conv_general_dilated": 2,
     "gather": 2,
-    "nextafter": 2,
     "ormqr": 40,
     "philox4x32": 4,
     "random_bits": 1,
@@ -133,12 +140,147 @@ _EXTRA_OPERATIONS = {
 }
 _OPERATIONS_OF_ONE_KEY = {"random_fold_in": 1, "random_split": 2}  # extra ones; the words of one key are scalars
 _OPERATIONS_OF_SYSTEM_ROW = 3  # of a tridiagonal system, which is solved row by row
+_OPERATIONS_OF_TRIANGLE_ROW = 3  # of a triangular system in fewer bits than 32, which is inverted row by row
+_OPERATIONS_AROUND_ROWS = 4  # around that loop
+_LARGEST_TRIANGLE = 128  # rows that are inverted by themselves; larger triangles are products of such
 _OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
 _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
 _LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
 _LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other, as slices
+_NEUTRAL = {"add": 0, "max": -math.inf, "min": math.inf, "mul": 1, "sub": 0}  # numbers that change nothing
+_MOST_BETWEEN = 64  # groups that are looked at to see whether one waits for another
 _OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows
+
+
+def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]) -> list[bool]:
+    """Per group, whether readers would compute it again, but for that they repeat it along a dim: it runs before them.
+
+    Args:
+        groups: in program order.
+        users: per group, the groups that read what it makes.
+        repeated: per group, whether its readers compute it again.
+    """
+    found = []
+    for group in groups:
+        size = _size_of_loop(group)
+        is_work = repeated[group.index] and group.fuses and size > 1 and any(map(_computes, group.equations))
+        loops = (user for user in users[group.index] if user.fuses or facts_of(user.equations[0].primitive).is_loop)
+        found.append(is_work and any(_size_of_loop(user) > size for user in loops if not user.is_boundary))
+    return found
+
+
+def _operations_ahead(group: Group) -> int:
+    """How many operations run before the loop of a group, on less than the loop goes over and repeats."""
+    size = _size_of_loop(group)
+    if not group.fuses:
+        return 0
+    ahead = [e for e in group.equations if e.outputs and 1 < math.prod(e.outputs[0].shape) < size]
+    part: dict[int, set[int]] = {}  # value -> all that are computed with it
+    computed: set[int] = set()
+    for equation in ahead:
+        (made,) = equation.outputs
+        together = {made.id}
+        for value in equation.inputs:
+            if isinstance(value, Value) and value.id in part and math.prod(value.shape) == math.prod(made.shape):
+                together |= part[value.id]
+        part.update(dict.fromkeys(together, together))
+        if _computes(equation):
+            computed.add(made.id)
+    return len({id(together) for together in part.values() if not together.isdisjoint(computed)})
+
+
+def _moves_complex_numbers(group: Group) -> bool:
+    """Whether it only moves complex numbers: XLA moves real and imaginary parts one after the other."""
+    (first, *_) = group.equations
+    facts = facts_of(first.primitive)
+    moves = facts.work is Work.NONE and not facts.is_boundary and (facts.is_loop or facts.slices)
+    return moves and bool(first.outputs) and getattr(first.outputs[0].dtype, "kind", "") == "c"
+
+
+def _size_of_loop(group: Group) -> int:
+    """How many elements elementwise work or a reduction goes over."""
+    made = (made for equation in group.equations for made in equation.outputs)
+    values = made if group.fuses else (use.value for use in group.uses)
+    return max((math.prod(value.shape) for value in values), default=0)
+
+
+def _computes(equation: Equation) -> bool:
+    """Whether an elementwise equation does more than move data, or give back its operand."""
+    neutral = _NEUTRAL.get(equation.primitive)
+    numbers = [value for value in equation.inputs if not isinstance(value, Value) and value.size == 1]
+    if neutral is not None and any(number.item() == neutral for number in numbers):
+        return False
+    return facts_of(equation.primitive).work is not Work.NONE
+
+
+def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool]) -> list[bool]:
+    """Per group, whether it runs in the operation of an earlier one: both go over one array, and neither waits.
+
+    Args:
+        groups: in program order.
+        repeated: per group, whether its readers compute it again.
+        ending: per group, whether it is one operation with a product.
+    """
+    makers = {made.value.id: group for group in groups for made in group.outputs}
+    stored: dict[int, frozenset[int]] = {}  # value that readers make again -> the arrays that they read for it
+    operations: dict[tuple, list[list[Group]]] = defaultdict(list)  # what groups go over -> those of each operation
+    found = [False] * len(groups)
+    for group in groups:
+        arrays = (stored.get(use.value.id, {use.value.id}) for use in group.uses if math.prod(use.value.shape) > 1)
+        read = frozenset().union(*arrays)
+        if repeated[group.index]:
+            stored.update((made.value.id, read) for made in group.outputs)
+            continue
+        over = None if ending[group.index] else _goes_over(group)
+        if over is None:
+            continue
+        for array in read:
+            for operation in operations[over, array]:
+                if group not in operation and not _waits_for(group, operation, makers):
+                    found[group.index] = True
+                    operation.append(group)
+                    break
+            if found[group.index]:
+                break
+        else:
+            alone = [group]
+            for array in read:
+                operations[over, array].append(alone)
+    return found
+
+
+def _goes_over(group: Group) -> tuple | None:
+    """What elementwise work and reductions have in common that run in one loop; None of any other group."""
+    (first, *_) = group.equations
+    values = [use.value for use in group.uses]
+    if group.fuses and not group.is_idle:
+        if not any(map(_computes, group.equations)) or any(e.primitive == "transpose" for e in group.equations):
+            return None  # what lies in another order is a copy
+        values = [made.value for made in group.outputs]
+    elif facts_of(first.primitive).slices:  # parts that are as large as each other
+        values = [made.value for made in group.outputs]
+    elif facts_of(first.primitive).work is not Work.REDUCTION or not facts_of(first.primitive).is_loop:
+        return None
+    widest = max(values, key=lambda value: math.prod(value.shape), default=None)
+    if widest is None or math.prod(widest.shape) <= 1:
+        return None
+    return group.trips, widest.shape, widest.itemsize
+
+
+def _waits_for(group: Group, others: Sequence[Group], makers: Mapping[int, Group]) -> bool:
+    """Whether a group reads, through whatever stands between, what others make; taken to be so if much does."""
+    first, waiting, seen = min(other.index for other in others), [group], {group.index}
+    while waiting:
+        for use in waiting.pop().uses:
+            maker = makers.get(use.value.id)
+            if maker is None or maker.index < first or maker.index in seen:
+                continue
+            if maker in others or len(seen) > _MOST_BETWEEN:
+                return True
+            seen.add(maker.index)
+            waiting.append(maker)
+    return False
 
 
 def stacked_beside(program: Program) -> dict[int, int]:

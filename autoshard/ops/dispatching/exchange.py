@@ -29,7 +29,7 @@ from autoshard.ops.dispatching.row_function import Kind, RowFunction
 
 EXPERTS = "experts"
 DATA = "data"
-SLACK = 1.25  # capacity of a round over the rows of an even load
+CAPACITY_FACTOR = 1.25  # capacity of a round over the rows of an even load
 _ROUND_TO = 8  # rows, which compilers keep together in registers
 
 
@@ -39,7 +39,7 @@ def capacity_of(rows: int, devices: int) -> int:
     >>> capacity_of(4096, 8), capacity_of(6, 8)
     (640, 6)
     """
-    even = -(-int(rows * SLACK) // devices)
+    even = -(-int(rows * CAPACITY_FACTOR) // devices)
     return min(rows, -(-even // _ROUND_TO) * _ROUND_TO)
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from autoshard.pipeline.catalogue.one_direction import v_placement
 from autoshard.pipeline.orders import Schedule, Task, chain
 
-_PERIOD = 6
+_PERIOD = 6  # slots between blocks: a device has two chunks, each with one slot of F, one of B and one of W
 
 
 def v_half(stages: int, microbatches: int) -> Schedule:

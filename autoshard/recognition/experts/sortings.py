@@ -24,7 +24,7 @@ from jax.lax import GatherScatterMode
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, run
 from autoshard.recognition.bodies import Tree
 
-_DRAWS = 5
+_DRAWS = 5  # of keys, for which arrays are evaluated; `Integers` is given them
 _TAKES_ELEMENTS = frozenset({  # of their first operand, each as it is
     "convert_element_type", "copy", "copy_p", "dynamic_slice", "expand_dims", "gather", "reshape", "slice", "squeeze",
     "transpose",

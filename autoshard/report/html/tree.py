@@ -12,7 +12,7 @@ from autoshard.report.html.tables import Colours, axis_html, spec_html
 from autoshard.report.units import bytes_text
 
 _OPEN = 2  # levels that are open at first, as long as they have few branches
-_FEW = 12
+_FEW_BRANCHES = 12  # of a level that is open at first, so that what is open fits on a screen
 
 
 @dataclass
@@ -48,7 +48,7 @@ def _below(branch: _Branch, colours: Colours, depth: int) -> Iterable[Html]:
         while len(below.branches) == 1 and not below.leaves:  # a chain of keys is one branch
             ((inner, below),) = below.branches.items()
             key = f"{key}/{inner}"
-        few = len(branch.branches) <= _FEW
+        few = len(branch.branches) <= _FEW_BRANCHES
         summary = element(
             "summary",
             element("span", key, class_="path"),

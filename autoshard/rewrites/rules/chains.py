@@ -16,7 +16,7 @@ from autoshard.rewrites.product import Atom, Label, Operand, Product
 from autoshard.rewrites.rewrite import Match, register
 
 # An order that takes this many times the FLOPs of the one that is written is not looked at.
-MOST_WORK = 2.0
+MOST_FLOPS = 2.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def product_chain(graph: Graph) -> Iterator[Match]:
             continue
         firsts = [min(_orders(reader), key=reader.flops, default=None) for reader, _ in found]
         before = sum(reader.flops(None) for reader, _ in found)
-        if None in firsts or sum(r.flops(f) for (r, _), f in zip(found, firsts, strict=True)) > MOST_WORK * before:
+        if None in firsts or sum(r.flops(f) for (r, _), f in zip(found, firsts, strict=True)) > MOST_FLOPS * before:
             continue
         yield _reordered(inner, found, [first for first in firsts if first is not None])
 

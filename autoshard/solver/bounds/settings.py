@@ -31,7 +31,7 @@ class SweepSettings:
 
     long_row: int = 1000  # entries of tables side by side, from which on their rows are taken one by one
     seconds_per_entry: float = 2e-9  # of a table
-    seconds_per_message: float = 2e-8
+    seconds_per_message: float = 2e-8  # one number that an edge hands on
     seconds_per_block: float = 4e-5  # of the calls of NumPy
     seconds_per_colour: float = 6e-5  # of the same
 
@@ -79,7 +79,7 @@ class AscentSettings:
     farther: float = 1.5  # factor of the aim after a large gain
     large_gain: float = 0.12  # share of the aim: a step that gains more has a large gain
     nearer: float = 0.7  # factor of the aim after `patience` steps that gain nothing
-    patience: int = 3
+    patience: int = 3  # steps without a gain, until the aim comes nearer
     settled_aim: float = 2e-4  # of the bound: with a smaller aim it will hardly rise further
     finest_aim: float = 1e-6  # of the first aim: the same
     second_aim: float = 0.003  # of the bound: how far shorter steps aim, once it has settled under bold ones

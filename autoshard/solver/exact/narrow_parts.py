@@ -27,7 +27,7 @@ class Elimination:
     """
 
     most_entries: int = MOST_ENTRIES  # of all tables together
-    most_options: int = 20_000
+    most_options: int = 20_000  # of a part; in larger ones, an order of elimination takes longer to find
     priced_turns: int = 20  # of elimination at prices of memory
     priced_seconds: float = 0.03  # of a quiet core, that each of these may take
     labelled_seconds: float = 1.0  # of a quiet core, that elimination may take for labels to follow

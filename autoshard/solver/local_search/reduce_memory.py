@@ -21,6 +21,7 @@ class LeanSettings:
 
     visits: int = 6000  # of nodes, in all moves together
     least_moves: int = 4  # however many nodes there are
+    patience: int = 16  # moves in a row that change nothing: each is exact over most of the nodes
     memory_value: float = 0.1 * OPTIMAL_GAP  # of the cost of the choice: what all that it holds is worth
     option_value: float = 0.01  # of that: what it is worth, over all nodes, that an option stays
 
@@ -49,8 +50,13 @@ def leaner_choice(problem: Problem, choice: Sequence[int], seed: int) -> tuple[i
         own[option] -= stay
     moves = Moves(replace(problem, costs=tuple(costs), lives=(), limit=None, checked=True), np.random.default_rng(seed))
     moves.choice = np.array(choice)
+    idle = 0
     for _ in range(max(LEAN.least_moves, LEAN.visits // len(costs))):
+        before = moves.choice.copy()
         moves.move()
+        idle = idle + 1 if np.array_equal(before, moves.choice) else 0
+        if idle == LEAN.patience:
+            break
     found = tuple(moves.choice.tolist())
     cheaper, peak = verify(problem, found)
     return found if cheaper <= cost + value and fits(peak, problem.limit) else tuple(choice)

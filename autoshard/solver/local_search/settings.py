@@ -56,7 +56,7 @@ class NeighbourhoodSettings:
     """Neighbourhoods for the integer program. How many nodes are free follows how long that takes."""
 
     first_nodes: int = 500  # that are free in the first one
-    least_nodes: int = 20
+    least_nodes: int = 20  # that are free, however long the program takes
     growth: float = 1.3  # factor of the number of free nodes, when the neighbourhood was solved in time
     shrinkage: float = 0.6  # factor of that number, when it was not
     seconds: float = 6.0  # of the integer program, for one neighbourhood

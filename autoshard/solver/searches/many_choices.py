@@ -10,7 +10,7 @@ from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.search_run import SearchRun
 
 SECONDS_PER_ENTRY = 4e-9  # of a quiet core: one node, edge or life of one choice
-SECONDS_PER_CALL = 5e-5
+SECONDS_PER_CALL = 5e-5  # of the same: the calls of NumPy for all choices at once
 
 
 class ManyChoices:

@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 SOURCE, SINK = "source", "sink"
 NEVER = float("inf")  # the capacity of an edge that no cut may go through
 
-_LARGEST = 2**20  # the sum of finite capacities in the units that SciPy counts in: its capacities have 32 bits
+_LARGEST_SUM = 2**20  # the sum of finite capacities in the units that SciPy counts in: its capacities have 32 bits
 
 
 def source_side(edges: Mapping[tuple[Hashable, Hashable], float], *, is_largest: bool) -> tuple[set[Hashable], bool]:
@@ -31,8 +31,8 @@ def source_side(edges: Mapping[tuple[Hashable, Hashable], float], *, is_largest:
     names = list(dict.fromkeys(name for edge in edges for name in edge) | {SOURCE: None, SINK: None})
     number = {name: i for i, name in enumerate(names)}
     finite = sum(capacity for capacity in edges.values() if capacity < NEVER)
-    unit = max(finite / _LARGEST, 1e-12)
-    never = _LARGEST + 2 * len(edges) + 1
+    unit = max(finite / _LARGEST_SUM, 1e-12)
+    never = _LARGEST_SUM + 2 * len(edges) + 1
     capacities = [never if one == NEVER else int(np.ceil(one / unit)) for one in edges.values()]
     ends = np.array([(number[a], number[b]) for a, b in edges], int).reshape(-1, 2)
     shape = len(names), len(names)

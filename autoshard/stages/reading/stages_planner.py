@@ -21,7 +21,7 @@ from autoshard.planning import asked_layouts, cheapest, checked_rules, formulate
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
-from autoshard.replanning.explaining import ArgumentQuestion
+from autoshard.replanning.explaining import OTHER_LAYOUTS, ArgumentQuestion
 from autoshard.replanning.planner import Planner, text_of_wish
 from autoshard.report.explanation import Explanation, PricedLayout
 from autoshard.report.units import bytes_text
@@ -32,7 +32,7 @@ from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.traced import program_of
 from autoshard.user_plan import Plan, Wish
 
-_OTHERS = 4  # layouts that an explanation shows beside the one that was chosen
+_NAMED_READERS = 4  # of a stack of layers, and as many of its rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +165,7 @@ class StagesPlanner:
 
     def _ranked(self, question: ArgumentQuestion) -> list[Layout]:
         try:
-            return question.best_homes(_OTHERS)
+            return question.best_homes(OTHER_LAYOUTS)
         except SolverError:
             return []
 
@@ -208,15 +208,15 @@ class StagesPlanner:
 
     def _keepers(self, keys: Sequence[Key], readers: Sequence[StageProgram]) -> str:
         """Which stages have it, and which programs read it."""
-        names = ", ".join(dict.fromkeys(one.name for one in readers[:_OTHERS]))
-        more = " and others" * (len(readers) > _OTHERS)
+        names = ", ".join(dict.fromkeys(one.name for one in readers[:_NAMED_READERS]))
+        more = " and others" * (len(readers) > _NAMED_READERS)
         if keys[0].kind == "piece":
             pieces = [self.programs.pieces[key.number] for key in keys]
             rows = ", ".join(
                 f"rows {one.start} to {one.stop - 1} on stage {self.programs.homes[key]}"
-                for key, one in zip(keys[:_OTHERS], pieces, strict=False)
+                for key, one in zip(keys[:_NAMED_READERS], pieces, strict=False)
             )
-            return f"It is a stack of layers: {rows}{', ...' * (len(keys) > _OTHERS)}. {names}{more} read it."
+            return f"It is a stack of layers: {rows}{', ...' * (len(keys) > _NAMED_READERS)}. {names}{more} read it."
         home = self.programs.homes[keys[0]]
         size = bytes_text(self.programs.bytes_of(keys[0]))
         away = sorted({one.stage for one in readers} - {home})

@@ -31,7 +31,7 @@ from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.tables import summed
 from autoshard.solver.verify import ROUNDING
 
-SECONDS_PER_CELL = 1e-8  # of a quiet core: a bound of an option from a state
+SECONDS_PER_BOUND = 1e-8  # of a quiet core: a bound of an option from a state
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class MiniBuckets:
         before = bounds.copy()
         for nodes, table in bucket.left:
             before -= table[tuple(chosen[node] for node in nodes)]
-        self.run.spend(SECONDS_PER_LOOK * (1 + len(bucket.factors)) + SECONDS_PER_CELL * costs.size)
+        self.run.spend(SECONDS_PER_LOOK * (1 + len(bucket.factors)) + SECONDS_PER_BOUND * costs.size)
         before[np.isinf(before)] = 0.0  # of a state that allows no option here
         return before[:, None] + costs
 

@@ -28,7 +28,7 @@ class DynamicProgramSettings:
     """Rounds of dynamic programming, each with other tables and prices."""
 
     entries: int = 1 << 16  # of a table, in the first round; `growth` times as many in every further one, up to
-    most_entries: int = 1 << 22
+    most_entries: int = 1 << 22  # of a table, in any round: 32 MiB
     size: float = 2.0  # of what is explored in the first round: options that are tried per node, or choices kept
     growth: float = 1.5  # factor of entries and size from one round to the next
     noise: float = 0.5  # of logarithms of tables, in the orders of further rounds

@@ -24,7 +24,7 @@ from autoshard.solver.searches.search_run import SearchRun
 
 SETTINGS = DynamicProgramSettings(entries=1 << 14, size=32.0, growth=2.0)
 CHECKED_TIMES = 4  # as many partial choices as are kept are held against the limit, cheapest first
-SECONDS_PER_CELL = 3e-9  # of a quiet core: the bytes of a partial choice at a point
+SECONDS_PER_HELD = 3e-9  # of a quiet core: the bytes of a partial choice at a point
 
 
 def tensoropt(problem: Problem, run: SearchRun) -> None:
@@ -49,7 +49,7 @@ def frontier(tables: MiniBuckets, problem: Problem, prices: Prices, size: int) -
         held = free[state]
         for start, end, usage in room.lives[bucket.node]:
             held[:, start:end] -= usage[option][:, None]
-        run.spend(SECONDS_PER_CELL * held.size)
+        run.spend(SECONDS_PER_HELD * held.size)
         fits = (held >= -room.rounding).all(axis=1)
         state, option, held = state[fits], option[fits], held[fits]
         if not len(state):
@@ -78,7 +78,7 @@ def _frontier(opened: np.ndarray, paid: np.ndarray, free: np.ndarray, run: Searc
     kept = []
     for state, key in enumerate(np.ascontiguousarray(opened.T)):
         group = groups.setdefault(key.tobytes(), [])
-        run.spend(SECONDS_PER_CELL * len(group) * free.shape[1] + 2e-6)
+        run.spend(SECONDS_PER_HELD * len(group) * free.shape[1] + 2e-6)
         if group and ((free[group] >= free[state]).all(axis=1) & (paid[group] <= paid[state])).any():
             continue
         group.append(state)

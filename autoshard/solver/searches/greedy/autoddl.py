@@ -17,7 +17,7 @@ from autoshard.solver.searches.exact.mini_buckets import MiniBuckets, smallest_t
 from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.search_run import SearchRun
 
-ENTRIES = 1 << 16  # of a table of the bound
+BOUND_ENTRIES = 1 << 16  # of a table of the bound
 
 
 def autoddl(problem: Problem, run: SearchRun) -> None:
@@ -25,8 +25,8 @@ def autoddl(problem: Problem, run: SearchRun) -> None:
     at = Position(problem, run)
     for turn in run.rounds():
         if turn == 1:
-            order = smallest_tables_first(problem, np.zeros(len(at.sizes)), ENTRIES)
-            run.prove(MiniBuckets(problem, problem.costs, order, ENTRIES, run).bound)
+            order = smallest_tables_first(problem, np.zeros(len(at.sizes)), BOUND_ENTRIES)
+            run.prove(MiniBuckets(problem, problem.costs, order, BOUND_ENTRIES, run).bound)
         if turn:
             at.start(at.random_choice())
         at.repair()

@@ -17,7 +17,7 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.searches.position import ENOUGH, Position
 from autoshard.solver.searches.search_run import SearchRun
 
-NOISE = 2.0  # of the logarithm of what is at stake, in the orders of further rounds
+NOISE = 2.0  # of the logarithm of what is at stake, in further orders
 
 
 def partir(problem: Problem, run: SearchRun) -> None:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SECONDS_PER_CELL = 2e-9  # of a quiet core: a feature of a row times a hidden unit, there and back
-SECONDS_PER_CALL = 4e-5
+SECONDS_PER_PRODUCT = 2e-9  # of a quiet core: a feature of a row times a hidden unit, there and back
+SECONDS_PER_PASS = 4e-5  # of the same: the calls of NumPy, there and back
 
 
 @dataclass(frozen=True)
 class AdamSettings:
     """Kingma and Ba, "Adam: A method for stochastic optimization", ICLR 2015: their numbers."""
 
-    momentum: float = 0.9
-    square_momentum: float = 0.999
-    smallest: float = 1e-8
+    momentum: float = 0.9  # share of the mean gradient that stays from step to step
+    square_momentum: float = 0.999  # the same of the mean square
+    smallest: float = 1e-8  # added to the root of the mean square, so that nothing is divided by 0
 
 
 ADAM = AdamSettings()
@@ -69,4 +69,4 @@ class Network:
 
     def seconds(self, rows: int) -> float:
         """About what values and gradients of so many rows take on a quiet core."""
-        return SECONDS_PER_CALL + SECONDS_PER_CELL * rows * self.arrays[0].size
+        return SECONDS_PER_PASS + SECONDS_PER_PRODUCT * rows * self.arrays[0].size

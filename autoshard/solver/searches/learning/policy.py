@@ -22,8 +22,8 @@ class PolicySettings:
 
     samples: int = 64  # per step
     hidden: int = 16  # units of the network
-    rate: float = 0.05  # of Adam, for the network; for the options' own numbers
-    own_rate: float = 0.3
+    rate: float = 0.05  # of Adam, for the network
+    own_rate: float = 0.3  # of Adam, for the options' own numbers
     entropy: float = 0.01  # weight of the entropy of the distributions, which keeps them from settling too soon
     baseline: float = 0.9  # how much of the mean reward stays from one step to the next
     settled: float = 0.98  # mean probability of the likeliest options, at which a policy has settled

@@ -18,7 +18,7 @@ from autoshard.solver.searches.partitioning.option_lines import option_lines, re
 from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.search_run import SearchRun
 
-NOISE = 1.0  # of the logarithm of what is at stake, in the orders of further rounds
+NOISE = 1.0  # of the logarithm of what is at stake, in further orders
 
 
 def double_recursive(problem: Problem, run: SearchRun) -> None:

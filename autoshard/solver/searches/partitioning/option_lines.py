@@ -12,7 +12,7 @@ import numpy as np
 from autoshard.solver.searches.position import Position
 
 POWER_STEPS = 4  # towards the direction in which costs differ most
-SECONDS_PER_ENTRY = 2e-8  # of a quiet core: of the costs of the options of a node
+SECONDS_PER_COST = 2e-8  # of a quiet core: of the costs of the options of a node
 
 
 def option_lines(at: Position, *, is_random: bool) -> list[np.ndarray]:
@@ -31,7 +31,7 @@ def option_lines(at: Position, *, is_random: bool) -> list[np.ndarray]:
         for _ in range(0 if is_random else POWER_STEPS):
             direction = rows.T @ (rows @ direction)
             direction /= np.abs(direction).max() or 1.0
-        at.run.spend(at.looks[node] + SECONDS_PER_ENTRY * rows.size)
+        at.run.spend(at.looks[node] + SECONDS_PER_COST * rows.size)
         lines.append(np.argsort(rows @ direction, kind="stable"))
     return lines
 

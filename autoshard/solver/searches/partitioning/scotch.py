@@ -21,8 +21,8 @@ from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.tables import summed
 
-SECONDS_PER_ENTRY = 1e-8  # of a quiet core: of a table that is contracted
-SECONDS_PER_NODE = 5e-5
+SECONDS_PER_CONTRACTED = 1e-8  # of a quiet core: of a table that is contracted
+SECONDS_PER_NODE = 5e-5  # of the same: of a node that is contracted, whatever its tables
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _contracted(problem: Problem, noise: float, run: SearchRun) -> Level:
     for (i, j), table in tables.items():
         (a, k), (b, m) = place[i], place[j]
         rows, columns = options[a][:, k], options[b][:, m]
-        run.spend(SECONDS_PER_NODE + SECONDS_PER_ENTRY * len(rows) * len(columns))
+        run.spend(SECONDS_PER_NODE + SECONDS_PER_CONTRACTED * len(rows) * len(columns))
         if a == b:
             costs[a] = costs[a] + table[rows, columns]
         else:

@@ -19,7 +19,7 @@ from autoshard.solver.searches.partitioning.option_lines import option_lines, re
 from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.search_run import SearchRun
 
-ENTRIES = 1 << 14  # of a table of a level, in which each node has two options
+LEVEL_ENTRIES = 1 << 14  # of a table of a level, in which each node has two options
 
 
 def tofu(problem: Problem, run: SearchRun) -> None:
@@ -58,5 +58,5 @@ def _best_sides(at: Position, problem: Problem, halves: list[list[np.ndarray]]) 
         if other < node
     )
     level = Problem(tuple(costs), edges, (), None, checked=True)
-    order = smallest_tables_first(level, np.zeros(len(costs)), ENTRIES)
-    return MiniBuckets(level, costs, order, ENTRIES, at.run).first_choice()
+    order = smallest_tables_first(level, np.zeros(len(costs)), LEVEL_ENTRIES)
+    return MiniBuckets(level, costs, order, LEVEL_ENTRIES, at.run).first_choice()

@@ -14,7 +14,7 @@ from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.sampling.tree_search import search_tree
 from autoshard.solver.searches.search_run import SearchRun
 
-NOISE = 1.0  # of the logarithm of what is at stake, in the orders of further trees
+NOISE = 1.0  # of the logarithm of what is at stake, in further orders
 
 
 def automap(problem: Problem, run: SearchRun) -> None:

@@ -23,10 +23,10 @@ from autoshard.solver.searches.search_run import SearchRun
 class FlexFlowSettings:
     """A chain."""
 
-    warmest: float = 0.3  # temperatures of chains, as shares of what a node costs on average
-    coldest: float = 1e-3
-    dearest: float = 3.0  # prices of bytes in chains, as shares of what a byte may cost on average
-    cheapest: float = 0.03
+    warmest: float = 0.3  # temperature of a chain at most, as a share of what a node costs on average
+    coldest: float = 1e-3  # and at least
+    dearest: float = 3.0  # price of a byte in a chain at most, as a share of what a byte may cost on average
+    cheapest: float = 0.03  # and at least
     proposals: int = 100  # of a chain, at least
     proposals_per_option: int = 10  # on top of that
 

@@ -25,9 +25,9 @@ from autoshard.solver.searches.search_run import SearchRun
 class RegalSettings:
     """A population."""
 
-    size: int = 100
-    elites: int = 20
-    mutants: int = 15
+    size: int = 100  # choices in a population
+    elites: int = 20  # of them, the cheapest, which stay
+    mutants: int = 15  # of them, drawn anew in each generation
     inherited: float = 0.7  # probability of a key of the elite parent
     steepest: float = 6.0  # exponent of keys of mutants, at most: how much they favour what is cheap
     patience: int = 40  # generations without anything better, after which another population begins

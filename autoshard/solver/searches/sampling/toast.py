@@ -20,7 +20,7 @@ from autoshard.solver.searches.sampling.tree_search import search_tree
 from autoshard.solver.searches.search_run import SearchRun
 
 SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)  # groups per node, in trees that take turns
-NOISE = 0.3  # of the logarithm of how strongly nodes are tied, in further trees
+TIE_NOISE = 0.3  # of the logarithm of how strongly nodes are tied, in further trees
 
 
 def toast(problem: Problem, run: SearchRun) -> None:
@@ -28,7 +28,7 @@ def toast(problem: Problem, run: SearchRun) -> None:
     at = Position(problem, run)
     stake = at.at_stake
     for share, turn in zip(itertools.cycle(SHARES), run.rounds(), strict=False):
-        groups = groups_together(at, max(1, round(share * len(stake))), NOISE if turn else 0.0)
+        groups = groups_together(at, max(1, round(share * len(stake))), TIE_NOISE if turn else 0.0)
         groups.sort(key=lambda group: -stake[group].sum())
         search_tree(at, [sorted(group, key=lambda node: -stake[node]) for group in groups], run, turn)
 

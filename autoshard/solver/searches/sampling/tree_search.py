@@ -23,9 +23,9 @@ class TreeSettings:
     decisions: int = 40  # that stand in the tree; further groups take what looks cheapest
     exploration: float = 1.5  # weight of what was tried little
     iterations_per_option: float = 1.0  # of the groups in the tree
-    least_iterations: int = 300
+    least_iterations: int = 300  # of a tree, on top of that
     growth: float = 1.3  # factor of these numbers from one tree to the next, so that small trees are seen whole
-    most_growth: float = 1e3
+    most_growth: float = 1e3  # of all trees together
     strays: float = 0.1  # share of nodes below the first tree that take an option by its prior, at most
     uniform: float = 0.1  # share of a prior that is the same for all options
     sharpness: float = 4.0  # of priors: how fast they fall, from the cheapest option to one of average cost
