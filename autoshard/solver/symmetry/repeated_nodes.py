@@ -25,7 +25,7 @@ class RepeatedNodes:
     """Solves kinds of nodes, first as if there were no memory limit, and then within it."""
 
     least_options: int = 20_000  # from which on it pays
-    kinds_share: float = 0.6  # of the nodes: with more kinds than this it does not pay
+    kinds_share: float = 0.3  # of the nodes: with more kinds than this it does not pay
     priced_kinds_share: float = 0.25  # the same where memory binds
     lifted_kinds_share: float = 0.5  # of the nodes: with more kinds in a lifted bound, that of the whole costs no more
     comparing_seconds: float = 2e-5  # of a quiet core: what it takes to compare a node or an edge with others
