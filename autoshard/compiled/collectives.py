@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.compiled.module import Instruction, Module, attribute, said, shape_bytes
+from autoshard.compiled.module import Instruction, Module, attribute, operands, said, shape_bytes
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import Collective
@@ -173,9 +173,7 @@ def collectives_in(
         scatters = opcode == "all-reduce" and computation.startswith("all-reduce-scatter")
         if scatters:
             kind, size = "reduce_scatter", size // groups.shape[-1]
-        said = instruction.rest
-        if "metadata=" not in said and computation in module.callers:
-            said = module.callers[computation][1].rest
+        said = _named_by(module, computation, instruction).rest
         name = re.search(r'op_name="([^"]*)"', said)
         channel = attribute(instruction.rest, "channel_id")
         begun[channel] += _BEGINS in instruction.rest
@@ -377,6 +375,19 @@ def _elements(shape: str) -> list[str]:
         else:
             elements[-1] += letter
     return elements
+
+
+def _named_by(module: Module, computation: str, instruction: Instruction) -> Instruction:
+    """What says where an instruction comes from: itself, else an operand with the user's line, else what runs it.
+
+    XLA for TPU joins all_reduces to one that says nothing.
+    """
+    if "metadata=" in instruction.rest:
+        return instruction
+    inside = module.inside(computation)
+    makers = (inside[name] for name in operands(instruction) if name in inside)
+    runs = module.callers[computation][1] if computation in module.callers else instruction
+    return next((maker for maker in makers if _LABEL.search(maker.rest)), runs)
 
 
 def source_lines(hlo_text: str) -> dict[int, str]:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import SMALL, mesh_of, slow_chips
 
 import autoshard
+from autoshard.compiled.collectives import read_collectives
 
 SHAPE = {"x": 8}
 HERE = "test_attribution.py:"
@@ -110,3 +111,29 @@ def test_every_constraint_has_a_line():
 def test_constraints_behind_barriers_without_lines_are_caught(monkeypatch):
     monkeypatch.setattr("autoshard.lower.emitter.reader_in", lambda *of: None)
     assert unnamed_constraints("gpt remat")
+
+
+JOINED = """HloModule step, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %both = f32[] add(%a, %b)
+}
+
+ENTRY %main (p: f32[8], q: f32[]) -> (f32[8], f32[]) {
+  %p = f32[8] parameter(0)
+  %q = f32[] parameter(1)
+  %copied = f32[8] copy(%p)
+  %total = f32[] negate(%q)METADATA
+  ROOT %joined = (f32[8], f32[]) all-reduce(%copied, %total), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "metadata, line", [(', metadata={op_name="jit(run)/train.py:9#4/reduce_sum"}', "train.py:9"), ("", "unknown line")]
+)
+def test_all_reduces_that_xla_joins_have_the_line_of_what_they_sum(metadata, line):
+    (found,) = read_collectives(JOINED.replace("METADATA", metadata), SHAPE)
+    assert (found.source, found.bytes) == (line, 36)
