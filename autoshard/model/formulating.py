@@ -73,7 +73,7 @@ from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import stacked_beside
-from autoshard.model.xla.rounding import widths_of
+from autoshard.model.xla.rounding import Readers, widths_of
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -308,7 +308,7 @@ class _Formulator:
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
             narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
-            for reader in self.readers[value.id]:
+            for reader in self.readers[value.id] if self.prices.mesh else ():
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader, reader.group in narrow))
             argument = HeldArgument(
                 node=index,
@@ -377,23 +377,11 @@ class _Formulator:
         self._hold(part for term in OUTPUT_TERMS for part in term(output))
         if not readers:
             return
-        narrow = narrow_groups(readers, value, self.prices.widths)
-        apart = self._copies_apart(leaves, readers, narrow)
-        computed_again = group.point if group.is_recomputed else None
-        holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)
         alone = readers[0].copied_for if len(readers) == 1 else None
-        table = self.prices.table(value, leaves, wants, alone)
-        if apart:
-            narrow_table = self.prices.table(value, leaves, wants, narrow)
-            table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
-        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
-            stays = self.prices.stays(value, leaves, wants)
-            if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
-                stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
-            table = self.prices.memo.once(only_where, stays, table)
-        if again := self.prices.unhoisted(group, value):
-            table = table + np.array([[again * (left != want) for want in wants] for left in leaves])
-        self._connect(node, holder, table)
+        if self.prices.mesh:
+            holder, wants = self._connect_value(node, group, value, leaves, alone)
+        else:  # on one device nothing is resharded
+            holder, wants = readers[0].node, readers[0].wants
         if held.used is None:
             return
         in_columns = lies_in_columns(value, self.program.makers[value.id])
@@ -412,6 +400,29 @@ class _Formulator:
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.is_recomputed else None
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
+
+    def _connect_value(
+        self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...], alone: Readers
+    ) -> tuple[int, tuple[Layout, ...]]:
+        """The same as `_connect_readers`, with an edge from the node that makes the value."""
+        readers = self.readers[value.id]
+        narrow = narrow_groups(readers, value, self.prices.widths)
+        apart = self._copies_apart(leaves, readers, narrow)
+        computed_again = group.point if group.is_recomputed else None
+        holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)
+        table = self.prices.table(value, leaves, wants, alone)
+        if apart:
+            narrow_table = self.prices.table(value, leaves, wants, narrow)
+            table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
+        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
+            stays = self.prices.stays(value, leaves, wants)
+            if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
+                stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
+            table = self.prices.memo.once(only_where, stays, table)
+        if again := self.prices.unhoisted(group, value):
+            table = table + np.array([[again * (left != want) for want in wants] for left in leaves])
+        self._connect(node, holder, table)
+        return holder, wants
 
     def _connect_readers(
         self,

@@ -142,9 +142,9 @@ def is_softmax(eqn: JaxprEqn) -> bool:
     return {"exp", "reduce_max", "reduce_sum"} <= names
 
 
-def is_read(tree: Tree, wanted: Sequence[Var]) -> bool:
-    """Whether any result or effect of the step needs one of these values."""
-    live, goal = set[Var](), set(wanted)
+def values_needed(tree: Tree) -> set[Var]:
+    """The values that some result or effect of the step needs."""
+    live = set[Var]()
 
     def visit(body: Body, results: Sequence[Atom]) -> None:
         live.update(atom for atom in results if isinstance(atom, Var))
@@ -174,7 +174,7 @@ def is_read(tree: Tree, wanted: Sequence[Var]) -> bool:
                     break
 
     visit(tree.root, tree.root.results)
-    return not live.isdisjoint(goal)
+    return live
 
 
 def _carries(eqn: JaxprEqn, result: Var, body: Body, live: set[Var]) -> bool:

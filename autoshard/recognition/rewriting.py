@@ -20,7 +20,7 @@ from autoshard.ops.attending.attention import attention_operation
 from autoshard.ops.attending.operands import Variant
 from autoshard.program.tracing import TracedStep
 from autoshard.recognition.arranging import Groups, arranged, combined, put_back
-from autoshard.recognition.bodies import Body, Tree, is_read
+from autoshard.recognition.bodies import Body, Tree, values_needed
 from autoshard.recognition.editing import Editor, NotAvailable
 from autoshard.recognition.experts import with_experts
 from autoshard.recognition.matching import Weights, all_weights
@@ -71,7 +71,8 @@ def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:
                 _rewrite(editor, weights)
             except (NotAvailable, UnknownEquation):
                 failed.add(i)
-        failed |= {i for i, weights in chosen if is_read(tree, [weights.scores.outvars[0]])}
+        needed = values_needed(tree)
+        failed |= {i for i, weights in chosen if weights.scores.outvars[0] in needed}
         if not failed:
             return editor.jaxpr()
         left |= failed

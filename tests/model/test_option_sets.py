@@ -119,9 +119,12 @@ def test_of_a_call_with_implementations_only_what_is_offered_is_priced():
     assert not blocks[0].assignment and 1 < len(blocks) < len(every)
     for one in blocks:
         assert len(list(itertools.groupby(map(place_in(one).get, AXES)))) <= 2
+    rings = [len(place_in(one)) for one in blocks if one.run.name == "ring"]
+    assert rings and set(rings) == {len(AXES)}  # what leaves an axis idle is not traced where heads can use it
     chosen = next(one for one in every if one.run.name == "ulysses_ring" and len(place_in(one)) == 3)
-    near = operation_strategies(group, mesh, OptionSet((), {group.index: place_in(chosen)}, changes=1).choices)
-    assert chosen.run in [one.run for one in near] and len(near) < len(every) / 4
+    near = OptionSet((), {group.index: place_in(chosen)}, changes=1).choices
+    offered = operation_strategies(group, mesh, near, place_in(chosen))
+    assert chosen.run in [one.run for one in offered] and len(offered) < len(every) / 4
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "h100:2x4", "cpu:8"])

@@ -84,6 +84,7 @@ def test_a_foreign_function_with_a_rule_runs_on_shards(monkeypatch):
     """LAPACK's factorisation by a name of its own: each device factors its matrices."""
     matrices = normal(16, 4, 4)
     positive = matrices @ matrices.transpose(0, 2, 1) + 4 * jnp.eye(4)
+    jnp.linalg.cholesky(positive)  # jaxlib finds LAPACK once JAX needs it
 
     def factored(x):
         types = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)

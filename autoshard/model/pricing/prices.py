@@ -131,10 +131,10 @@ class Prices:
             key, choices = (key, self.offered.key(group)), self.offered.choices
         if key not in self._groups:
             self.memo.tick()
-            call = is_call(group)
+            near = None if self.offered is None else self.offered.groups.get(group.index)
             strategies = tuple(
-                operation_strategies(group, self.mesh, choices)
-                if call
+                operation_strategies(group, self.mesh, choices, near)
+                if is_call(group)
                 else strategies_of(group, self.mesh, self.backend, choices)
             )
             wants = tuple(map(self.memo.one, zip(*(strategy.operand_layouts for strategy in strategies), strict=True)))

@@ -10,6 +10,7 @@ Shapes: queries ``[b, t, g, r, d]``, keys ``[b, s, g, d]``, values ``[b, s, g, v
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,6 +49,20 @@ class Softmax(NamedTuple):
         return self.o / jnp.moveaxis(self.l, 3, 1)[..., None]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "query_positions",
+        "key_positions",
+        "bias",
+        "mask",
+        "query_segments",
+        "key_segments",
+        "key_lengths",
+        "first_column",
+    ],
+    meta_fields=["is_causal", "window"],
+)
 @dataclass(frozen=True)
 class Visibility:
     """Which keys which queries see, and what is added to their logits. Arrays may be None: then all are seen."""
@@ -232,12 +247,16 @@ def block_size(size: int, most: int) -> int:
     return found if found >= min(size, 64) else size
 
 
+# A ring sweeps over blocks of equal shapes several times. JAX traces what is jitted once for these, and `inline` leaves
+# no call behind.
+@functools.partial(jax.jit, static_argnames=("scale", "blocks"), inline=True)
 def swept(
     so_far: Softmax,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     seeing: Visibility,
+    *,
     scale: float,
     blocks: Blocks,
 ) -> Softmax:
@@ -267,6 +286,7 @@ def _added_to(x: jax.Array, more: jax.Array, start: Any, dim: int) -> jax.Array:
     return _put(x, _cut(x, start, more.shape[dim], dim) + more, start, dim)
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "blocks"), inline=True)
 def swept_back(
     so_far: Gradients,
     query: jax.Array,
@@ -274,6 +294,7 @@ def swept_back(
     value: jax.Array,
     saved: SoftmaxResiduals,
     seeing: Visibility,
+    *,
     scale: float,
     blocks: Blocks,
 ) -> Gradients:

@@ -112,11 +112,16 @@ class AttentionOperands:
 
     def forward(self, *, whole: bool) -> Softmax:
         empty = Softmax.empty(self.query, self.value)
-        return swept(empty, *self.arrays, self.seeing, self.variant.scale, self.blocks(whole=whole))
+        return swept(empty, *self.arrays, self.seeing, scale=self.variant.scale, blocks=self.blocks(whole=whole))
 
     def backward(self, saved: SoftmaxResiduals, *, whole: bool) -> Gradients:
         return swept_back(
-            self.no_gradients, *self.arrays, saved, self.seeing, self.variant.scale, self.blocks(whole=whole)
+            self.no_gradients,
+            *self.arrays,
+            saved,
+            self.seeing,
+            scale=self.variant.scale,
+            blocks=self.blocks(whole=whole),
         )
 
     @property

@@ -73,7 +73,7 @@ def ring(split: CallSplit, call: AttentionOperands) -> Softmax:
 
     def met(state: Softmax, moved: Any, step: Any) -> Softmax:
         here = _at(call, moved, step, split)
-        return swept(state, *here.arrays, here.seeing, call.variant.scale, blocks)
+        return swept(state, *here.arrays, here.seeing, scale=call.variant.scale, blocks=blocks)
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         state, moved = carry
@@ -91,7 +91,7 @@ def ring_backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxResid
     def met(own: Any, moved: Any, of_moved: Any, step: Any) -> tuple[Any, Any]:
         here = _at(call, moved, step, split)
         so_far = Gradients(own[0], of_moved[0], of_moved[1], own[1])
-        found = swept_back(so_far, *here.arrays, saved, here.seeing, call.variant.scale, blocks)
+        found = swept_back(so_far, *here.arrays, saved, here.seeing, scale=call.variant.scale, blocks=blocks)
         return (found.query, found.bias), (found.key, found.value)
 
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
@@ -211,7 +211,7 @@ def zigzag(split: CallSplit, call: AttentionOperands) -> Softmax:
     moved = call.key, call.value, call.seeing.key_segments
 
     def over(state: Softmax, one: AttentionOperands) -> Softmax:
-        return swept(state, *one.arrays, one.seeing, scale, one.blocks(whole=True))
+        return swept(state, *one.arrays, one.seeing, scale=scale, blocks=one.blocks(whole=True))
 
     low_keys, high_keys = _keys(call, moved)
     low, high = (Softmax.empty(half.query, half.value) for half in _halves(low_keys))
@@ -241,7 +241,7 @@ def zigzag_backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxRes
     moved = call.key, call.value, call.seeing.key_segments
 
     def of(one: AttentionOperands, rows: SoftmaxResiduals) -> Gradients:
-        return swept_back(one.no_gradients, *one.arrays, rows, one.seeing, scale, one.blocks(whole=True))
+        return swept_back(one.no_gradients, *one.arrays, rows, one.seeing, scale=scale, blocks=one.blocks(whole=True))
 
     def both(low: Any, high: Any) -> jax.Array:
         return jnp.concatenate([low, high], 1)

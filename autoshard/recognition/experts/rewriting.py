@@ -22,7 +22,7 @@ from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, called_
 from autoshard.operations.primitive import OPERATION, evaluated
 from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
 from autoshard.ops.ragged_dot import ragged_operation
-from autoshard.recognition.bodies import Tree, is_read
+from autoshard.recognition.bodies import Tree, values_needed
 from autoshard.recognition.editing import Editor, NotAvailable
 from autoshard.recognition.experts.regions import RAGGED, Exit, Regions, RowGather
 from autoshard.recognition.experts.sortings import Sorting, sortings
@@ -78,7 +78,7 @@ def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_Call]:
         return []
     for call in calls:
         call.put_in(editor)
-    if is_read(editor.tree, list(regions.row_dims)):
+    if not values_needed(editor.tree).isdisjoint(regions.row_dims):
         raise NotAvailable
     return calls
 
