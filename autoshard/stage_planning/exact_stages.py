@@ -76,8 +76,12 @@ def exact_pipeline(
     # Each virtual stage of a device gets a part of its memory. One may hold more than that where others hold less.
     limits = stage_limits(choice, facts)
     in_flight = [stage_in_flight(facts, number) for number in numbers]
-    plans = planner.plans_within(at, in_flight, limits)
-    return _exact(space, choice, cut, _fast_where_there_is_room(space, choice, facts, plans))
+    for most in (1, MOST_LEANER):  # the first is for the least room: without it, nothing fits
+        plans = planner.plans_within(at, in_flight, limits, most)
+        found = _exact(space, choice, cut, _fast_where_there_is_room(space, choice, facts, plans))
+        if found is None or not found.simulated.fits:
+            break
+    return found
 
 
 def _fast_where_there_is_room(
@@ -128,6 +132,7 @@ class _StagePlanner:
     def __init__(self, cut: CutStep, backend: Backend) -> None:
         self._cut, self._backend = cut, backend
         self._fastest: dict[tuple[int, str], StageCost | None] = {}
+        self._leaner: dict[int, StageCost | None] = {}  # by the stage that a plan was made for
 
     def fastest(self, number: int, shape: SubMeshShape) -> StageCost | None:
         """The fastest plan of a stage, whatever it holds."""
@@ -137,7 +142,7 @@ class _StagePlanner:
         return self._fastest[key]
 
     def plans_within(
-        self, shapes: Sequence[SubMeshShape], in_flight: Sequence[float], limits: Sequence[float]
+        self, shapes: Sequence[SubMeshShape], in_flight: Sequence[float], limits: Sequence[float], most: int
     ) -> list[list[StageCost]]:
         """Per stage its plans, the fastest first; leaner ones where the fastest holds more than its limit.
 
@@ -154,8 +159,11 @@ class _StagePlanner:
                 lacking.setdefault((self._cut.kinds[number], shape.in_row.name), []).append((share, number))
         for several in lacking.values():
             leaner: list[StageCost] = []
-            for _, number in _least_of_groups(sorted(several)):
-                one = self._planned(number, shapes[number], in_flight[number], limits[number], **LEANER)
+            for _, number in _least_of_groups(sorted(several))[:most]:
+                if number not in self._leaner:
+                    how = in_flight[number], limits[number]
+                    self._leaner[number] = self._planned(number, shapes[number], *how, **LEANER)
+                one = self._leaner[number]
                 leaner += [one] if one is not None else []
             for _, number in several:
                 found[number] += leaner
