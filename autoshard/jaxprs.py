@@ -33,6 +33,7 @@ _NOWHERE = AbstractMesh((1,), ("any",), axis_types=(AxisType.Auto,))
 IN_HOST_MEMORY = NamedSharding(_NOWHERE, PartitionSpec(), memory_kind=HOST)  # of types to trace with
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 CONSTRAINTS = frozenset({"reshard", "sharding_constraint"})
+CALLS_SCAN_BODIES = jax.__version_info__ < (0, 12)  # whether JAX makes a function of the body of a `scan`
 _KERNELS = frozenset({"mosaic_gpu_p", "pallas_call", "tpu_custom_call"})
 # Calls that JAX transforms by rules of their own.
 CUSTOM = frozenset({

@@ -45,6 +45,7 @@ class Facts:
     is_pointwise: bool = False  # each element of its result is made of those in the same place
     never_fuses: bool = False  # XLA keeps it apart from the elementwise operations around it
     overwrites: bool = False  # writes what it makes over the operand that it changes, if nothing else reads that
+    from_one_device: bool = False  # one device has its results, which XLA hands to the others by an all_reduce
     runs_on_shards: bool = False  # XLA's partitioner gathers batches that are split: each device is to run its own part
 
 
@@ -125,7 +126,7 @@ PRIMITIVES: dict[str, Facts] = {
     ),
     **_rows("layout_constraint", Work.NONE, never_fuses=True, overwrites=True, runs_on_shards=True),
     # host.py
-    **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE),
+    **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE, never_fuses=True, from_one_device=True),
     # indexing.py
     **_rows("dynamic_slice", Work.NONE, is_loop=True, slices=True),
     **_rows("dynamic_update_slice scatter", Work.NONE, overwrites=True),

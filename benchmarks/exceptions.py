@@ -15,8 +15,6 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
     ("* check *", "collectives"): "XLA drops what is only checked; the plan gathers it",
     ("* check *", "seconds"): "XLA drops what is only checked",
     ("* check *", "peak"): "XLA drops what is only checked",
-    ("* io_callback *", "collectives"): "ordered callbacks hand a token round, which XLA reduces over all devices",
-    ("* io_callback *", "seconds"): "ordered callbacks hand a token round, which XLA reduces over all devices",
     ("* layout_constraint *", "*"): "an order of dims in memory that the program asks for is copied, or kept whole",
     (
         "* bc[os]*",

@@ -154,6 +154,19 @@ def takes_a_typed_key():
     return float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(weights).addressable_data(0))
 
 
+def made_by_each_process():
+    """Arrays and keys that each process has on a device of its own, as a model that is made before its first step."""
+    fn = lambda weights, batch, key: (step(weights, batch * jax.random.uniform(key)), key)  # noqa: E731
+    donating, mesh = decorated(fn, donate_argnums=(0, 1, 2))
+    weights, key = jnp.asarray(WEIGHTS), jax.random.key(0)
+    batch = jax.device_put(BATCH, jax.local_devices()[-1])
+    rows = donating.plan(weights, batch, key).shard_batch({"batch": batch})["batch"]
+    for given in (batch, rows):
+        weights, key = donating(weights, given, key)
+    assert not batch.is_deleted()
+    return float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(weights).addressable_data(0))
+
+
 def loads_its_rows():
     """The state is born sharded, and each process passes its own rows of the batch, or all of them."""
     fn, mesh = decorated(lambda weights, batch: step(weights, batch * 2), fixed={"batch": P("x")})
@@ -230,6 +243,11 @@ def different_code():
 def different_numbers():
     rate = 0.1 if HERE == 0 else 0.2
     return trained(*decorated(lambda weights, batch: weights - rate * jnp.mean(batch) ** 2))
+
+
+def different_seeds():
+    fn, mesh = decorated(lambda weights, batch: step(weights, batch * 5), donate_argnums=0)
+    return fn(jax.random.normal(jax.random.key(HERE), WEIGHTS.shape), placed(BATCH, mesh))
 
 
 def different_shapes():

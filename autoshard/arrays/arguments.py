@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.errors import ArgumentError, MeshError
+from autoshard.errors import ArgumentError, MeshError, ProcessError
 from autoshard.jaxprs import HOST, IN_HOST_MEMORY, is_array
 from autoshard.plans.plan import PlanData
 from autoshard.program import slashed
@@ -184,7 +184,7 @@ def place_captured(arrays: Sequence[Any], plan: PlanData) -> list[jax.Array]:
                     "Pass it to the step as an argument, or close over a copy (jax.numpy.copy)."
                 )
             kept = array if isinstance(array, jax.Array) else np.array(array)
-            placed.append(_put(kept, sharding))
+            placed.append(put_on_mesh(kept, sharding))
     return placed
 
 
@@ -228,19 +228,35 @@ def _moved(leaf: Any, sharding: NamedSharding, name: str, donated: bool) -> Any:
     else:
         copies = False
     with jax.ensure_compile_time_eval():  # the step may be called while another function is being traced
-        if copies:
+        if copies and sharding.is_fully_addressable:
             # The result of the device_put below may share the array's memory. To donate it would delete the array.
             leaf = jax.device_put(leaf, leaf.sharding, may_alias=False)
-        return _put(leaf, sharding)
+        try:
+            return put_on_mesh(leaf, sharding)
+        except AssertionError as error:  # of JAX, with all numbers of both arrays
+            if sharding.is_fully_addressable:
+                raise
+            raise ProcessError(
+                f"{name} is not the same on all processes of the mesh.\nMake it of the same seed and numbers on all of "
+                "them. A process's own rows of a batch are for plan.shard_batch(batch)."
+            ) from error.__cause__
 
 
-def _put(array: Any, sharding: NamedSharding) -> Any:
-    """The array as `sharding` has it. JAX puts no typed keys onto devices of other processes, so their words go."""
-    is_key = jax.dtypes.issubdtype(getattr(array, "dtype", None), jax.dtypes.prng_key)
-    if not is_key or sharding.is_fully_addressable:
+def put_on_mesh(array: Any, sharding: NamedSharding) -> Any:
+    """The array as `sharding` has it.
+
+    JAX puts no typed keys onto devices of other processes, so their words go. Of arrays that are committed to a device
+    of one process it puts none there either, and copies are committed: so these go as numbers.
+    """
+    if sharding.is_fully_addressable:
         return jax.device_put(array, sharding)
-    if not array.is_fully_addressable:
-        return jax.jit(lambda keys: keys, out_shardings=sharding)(array)
-    words = jax.device_put(jax.random.key_data(array), NamedSharding(sharding.mesh, sharding.spec))
+    is_key = jax.dtypes.issubdtype(getattr(array, "dtype", None), jax.dtypes.prng_key)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return jax.jit(lambda keys: keys, out_shardings=sharding)(array) if is_key else jax.device_put(array, sharding)
+    numbers = jax.random.key_data(array) if is_key else array
+    numbers = np.array(numbers) if isinstance(numbers, jax.Array) else numbers
+    placed = jax.device_put(numbers, NamedSharding(sharding.mesh, sharding.spec) if is_key else sharding)
+    if not is_key:
+        return placed
     wrapped = functools.partial(jax.random.wrap_key_data, impl=str(jax.random.key_impl(array)))
-    return jax.jit(wrapped, out_shardings=sharding)(words)
+    return jax.jit(wrapped, out_shardings=sharding)(placed)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
+from autoshard.arrays.arguments import put_on_mesh
 from autoshard.arrays.subtrees import Leaf, Part, argument_leaves, best_of, common_end, keys_of, parts_like
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
@@ -147,7 +148,7 @@ def shard_batch(plan: PlanData, batch: Any) -> Any:
     for array, leaf, index in zip(arrays, wanted, indices, strict=True):
         sharding, shape = plan.flat_in_shardings[index], plan.arguments[index].shape
         if isinstance(array, jax.Array) and array.shape == shape:
-            placed.append(jax.device_put(array, sharding))
+            placed.append(put_on_mesh(array, sharding))
         else:
             data = np.asarray(array).astype(leaf.dtype, copy=False)
             placed.append(jax.make_array_from_process_local_data(sharding, data, shape))
@@ -272,7 +273,7 @@ def _on_mesh(array: Any, mesh: Mesh) -> Any:
         return array
     sharding = array.sharding
     if sharding.device_set != set(mesh.devices.flat):
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
+        return put_on_mesh(array, NamedSharding(mesh, PartitionSpec()))
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
         return jax.device_put(array, NamedSharding(with_auto_axes(sharding.mesh), sharding.spec))
     return array

@@ -427,7 +427,8 @@ def _group_of(
                     uses.append(Use(value, dims, equation, operand))
         for output, dims in zip(equation.outputs, draft.results[equation.index], strict=True):
             outside = any(home[reader.index] is not draft for reader, _ in readers[output.id])
-            if outside or output.id in needed_outside or len(equations) == 1:
+            handed_out = facts_of(equation.primitive).from_one_device  # only what is read
+            if outside or output.id in needed_outside or (len(equations) == 1 and not handed_out):
                 outputs.append(GroupOutput(output, dims))
     return Group(
         index=index,

@@ -20,6 +20,7 @@ from autoshard.model.xla.backends import H100, Backend
 from autoshard.model.xla.scatters import scatters_at_once, stages_of
 from autoshard.operations.split import Run
 from autoshard.operations.sums import IndexGroups
+from autoshard.primitives import facts_of
 from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 
@@ -159,7 +160,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     if not partial:
-        yield leaves, ()
+        yield leaves, _handed_out(group, mesh)
         return
     elements = [
         math.prod(local_shape(made.value.shape, layout, mesh))
@@ -201,6 +202,16 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         if by_hand and backend.scatters.over_some_axes:
             others = [other for factor, other in partial if factor != scattered_factor]
             yield from _sequences(layout, axes, others, local, shape, mesh, backend)
+
+
+def _handed_out(group: Group, mesh: MeshShape) -> tuple[Finish, ...]:
+    """The all_reduces by which all devices get what one has, as the results of a callback."""
+    (first, *_) = group.equations
+    axes = tuple(axis for axis, devices in mesh.items() if devices > 1)
+    if not facts_of(first.primitive).from_one_device or not axes:
+        return ()
+    sizes = (math.prod(made.value.shape) for made in group.outputs)
+    return tuple(Finish(ALL_REDUCE, axes, i, elements) for i, elements in enumerate(sizes))
 
 
 def _sequences(

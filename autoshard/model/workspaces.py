@@ -331,7 +331,7 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 3),
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 16),
         **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
-        "select_and_gather_add": 3,
+        "select_and_gather_add": 2,
         "sort": 2,
         "svd": 21,
         "tridiagonal_solve": 17,

@@ -106,7 +106,14 @@ class _Search:
         return with_bound(self.best, self.bound)
 
     def close(self, share: float) -> None:
-        """Looks between the choices that are known, and among all that the bounds of a mixture leave."""
+        """Looks among all that the bounds of a mixture leave, and between the choices that are known."""
+        search = self.problems.labelled(self.best.choice, share, gap=self.close_gap, budget=self.budget)
+        for choice, bound in search:
+            self.bound = max(self.bound, bound)
+            if choice is not None:
+                self.learn(choice)
+        if self.budget.over or self.is_close:
+            return
         by_cost = sorted(self.known, key=lambda choice: max(self.known[choice]))
         choice = self.problems.recombined(by_cost, gap=self.gap, budget=self.budget)
         if choice is not None:

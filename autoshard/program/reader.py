@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from autoshard.jaxprs import (
     on_host,
     scan_counts,
 )
+from autoshard.primitives import facts_of
 from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, Places, carried_results, parameter_names, printable, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
@@ -62,6 +63,7 @@ class Reader:
         self.closed, self.captured, self.merges, self.has_rule = closed, captured, merges, has_rule
         self.values: list[Value] = []
         self.equations: list[Equation] = []
+        self.effects: set[int] = set()  # equations that run for more than their results
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
         self.barriers: set[tuple] = set()
@@ -91,7 +93,7 @@ class Reader:
         replaced = {result: names[argument] for argument, result in places.in_place.items()}
         return Program(
             name=printable(closed.jaxpr.debug_info.func_name),
-            equations=_without_dead(self.equations, results, self.steered),
+            equations=_without_dead(self.equations, results, self.steered, self.effects),
             values=tuple(self.values),
             arguments=arguments,
             captured=tuple(one.array for one, _ in self.captured),
@@ -162,7 +164,9 @@ class Reader:
             self.implementations[at.path] = implementation
             return self.call(implementation, inputs, at)
         outputs = [self.value(var.aval, at=at) for var in eqn.outvars]
-        self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
+        made = self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
+        if eqn.effects and facts_of(eqn.primitive.name).from_one_device:
+            self.effects.add(made.index)
         if eqn.primitive.name in PASSES_COUNTERS and (number := self.number(inputs[0])) is not None:
             self.numbers[outputs[0].id] = number
         return outputs
@@ -317,12 +321,14 @@ class _Loop:
             equations[index] = replace(equations[index], loop=(self.start, len(equations)))
 
 
-def _without_dead(equations: list[Equation], results: tuple, steered: Mapping[int, list]) -> tuple[Equation, ...]:
+def _without_dead(
+    equations: list[Equation], results: tuple, steered: Mapping[int, list], effects: Set[int]
+) -> tuple[Equation, ...]:
     """The equations that some result or effect needs, indices made anew."""
     producer = {output.id: equation for equation in equations for output in equation.outputs}
     needed: set[int] = set()
     queue = [producer[x.id] for x in results if isinstance(x, Value) and x.id in producer]
-    queue += [equation for equation in equations if not equation.outputs]
+    queue += [equation for equation in equations if not equation.outputs or equation.index in effects]
     while queue:
         equation = queue.pop()
         if equation.index in needed:

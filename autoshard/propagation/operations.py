@@ -29,6 +29,15 @@ from jax.lax import GatherScatterMode
 from autoshard.jaxprs import CONSTRAINTS
 from autoshard.layout import Layout
 from autoshard.program import Equation, Program, Value
+from autoshard.propagation.loop_edges import (
+    BOUNDARIES,
+    EDGES,
+    Boundary,
+    LoopBody,
+    Tensor,
+    loop_bodies,
+    place_of_edge,
+)
 from autoshard.propagation.rule import Dims, Rule
 from autoshard.propagation.rules.elementwise import PRIMITIVES as ELEMENTWISE
 
@@ -62,9 +71,6 @@ _KEEPS_CONSTANT = frozenset(ELEMENTWISE) | {
 _READS_TWICE = frozenset({"erf", "erf_inv", "erfc", "integer_pow", "one_minus_square", "square"})
 
 
-Tensor = tuple[int, Dims]  # an id, and which factors its dims are
-
-
 @dataclass(frozen=True)
 class StartingLayout:
     """A layout that an id has from the start."""
@@ -84,12 +90,15 @@ class Operation:
     dims: tuple[Dims, ...]  # of each of them
     operands: int  # how many of them are operands
     passing: tuple[str, ...]  # factors of no special kind
-    kind: str  # "keeps_dims", "cuts", "broadcast" or ""
+    kind: str  # "keeps_dims", "cuts", "broadcast", "" or one of EDGES
     alone: bool  # no operand is read twice
     elementwise: bool
+    overlooks: frozenset[int] = frozenset()  # ids whose change does not call for it
 
     def direction(self, round_: int) -> str | None:
         """The way it takes part in a round: "both", "forward", "backward", by "passing" factors, or not (None)."""
+        if self.kind in EDGES:
+            return "both"
         if self.kind == "broadcast":
             return None if round_ < 2 else "backward" if round_ < 4 else "both"
         if round_ < 2 and not (self.alone or round_ == 1):
@@ -120,21 +129,25 @@ class Operations:
         self.given = {id_: StartingLayout(layout, frozenset(), id_) for id_, layout in fixed.items()}
         self.ndims = {value.id: len(value.shape) for value in program.values}
         self._outer: dict[int, int] = {}  # value in a branch -> the value outside that it is
-        self._carries: dict[int, int] = {}  # what a loop ends with -> what its body sees, which has the same layout
+        self._carries: dict[int, int] = {}  # what a loop ends with -> what its body sees, or an edge: they lie alike
         self._held: dict[int, int] = {}  # value -> what a constraint makes of it, which all others read instead
         self._chained: dict[int, Equation] = {}  # value -> the last constraint in a row, after which others read that
         self._copied: set[int] = set()  # constants and broadcast scalars
         self.first_copy: dict[int, int] = {}  # constant -> the copy that its first reader has
+        self._bodies: Mapping[tuple[int, int] | None, LoopBody] = (
+            {} if order is not None else loop_bodies(program.equations)
+        )
+        self._edges: dict[int, int] = {}  # carry, as a body sees it that is a function -> the edge of the loop
         self._in_xla = order is not None
         self._apply_annotations(program, rules)
         self._find_constants(program)
         reads = self._reads(program)
         for equation, rule in zip(program.equations, rules, strict=True):
-            self._add(equation, rule, reads)
+            self._add(equation, rule, reads, program)
         places = list(range(len(program.equations) + 1))
         for place, index in enumerate(order or ()):
             places[index] = place
-        self.spreading.sort(key=partial(_place, places))
+        self.spreading.sort(key=partial(self._place, places))
         returned = ((program.results[i], layout) for i, layout in ends.items())
         self.ends = [
             self._end(x, layout) for x, layout in returned if isinstance(x, Value) and self.read_as(x) is not None
@@ -175,6 +188,11 @@ class Operations:
             if equation.primitive == "scan_carry":
                 seen, final = equation.outputs
                 self._carries[final.id] = seen.id
+                if (body := self._bodies.get(equation.loop)) is not None and body.is_called:
+                    self._edges[seen.id], _ = self._new(((),) * len(seen.shape))
+                    self._carries[final.id] = self._edges[seen.id]
+                    if final.id in self.given:
+                        self.given[self._edges[seen.id]] = self.given[final.id]
             if rule.given:
                 for value, dims in zip(equation.inputs, rule.operands, strict=True):
                     if isinstance(value, Value) and dims:
@@ -266,7 +284,7 @@ class Operations:
             return copy
         return id_
 
-    def _add(self, equation: Equation, rule: Rule, reads: Counter[int]) -> None:
+    def _add(self, equation: Equation, rule: Rule, reads: Counter[int], program: Program) -> None:
         if equation.primitive == "branch_const" or (rule.given and equation.primitive not in CONSTRAINTS):
             return
         made = zip(equation.outputs, rule.results, strict=True)
@@ -274,18 +292,28 @@ class Operations:
         constant = bool(results) and all(id_ in self._copied for id_, _ in results)
         add = partial(self._add_operation, self.constant if constant else self.spreading, equation, rule, reads)
         elementwise = equation.primitive in ELEMENTWISE
+        boundary = None
+        if equation.primitive in BOUNDARIES and (body := self._bodies.get(equation.loop)) is not None:
+            read = (value for value in equation.inputs if isinstance(value, Value))
+            seen = frozenset(self._read(value, equation) for value in read if self._is_seen_in_loop(value, program))
+            boundary = Boundary(equation, body, add, self._new, seen)
         operands = []
-        for value, dims in zip(equation.inputs, rule.operands, strict=True):
+        for position, (value, dims) in enumerate(zip(equation.inputs, rule.operands, strict=True)):
             if not dims or not isinstance(value, Value):
                 continue
             tensor = self._operand(value, equation), dims
-            if equation.primitive in _STACKS or (elementwise and value.shape != equation.outputs[0].shape):
+            if boundary is not None:
+                returned = equation.primitive == "scan_stack" or (equation.primitive == "scan_carry" and position == 1)
+                tensor = boundary.handed_on(tensor) if returned else tensor
+            elif equation.primitive in _STACKS or (elementwise and value.shape != equation.outputs[0].shape):
                 tensor, narrow = self._new(rule.results[0]), tensor
                 as_reshape = equation.primitive in _STACKS and self._in_xla
                 add([narrow], [tensor], "keeps_dims" if as_reshape else "broadcast")
             operands.append(tensor)
         kind = _kind(equation)
-        if equation.primitive in _SPLITS:
+        if boundary is not None:
+            boundary.connect(operands, results, kind, self._edges)
+        elif equation.primitive in _SPLITS:
             for result in results:
                 add(operands, [result], kind)
         elif equation.params.get("mode") == GatherScatterMode.FILL_OR_DROP and equation.primitive == "gather":
@@ -295,6 +323,17 @@ class Operations:
             add([valid, found], results, "keeps_dims", elementwise=True)
         else:
             add(operands, results, kind, elementwise=elementwise)
+
+    def _place(self, places: Sequence[int], operation: Operation) -> tuple[int, ...]:
+        """Where Shardy comes to an operation: what hands values to a loop and back stands behind the loop."""
+        equation = operation.equation
+        assert equation is not None, "results have no place"
+        if operation.kind in EDGES:
+            assert equation.loop is not None
+            return place_of_edge(operation.kind, equation, self._bodies[equation.loop], places)
+        if equation.primitive in ("scan_carry", "scan_const") and equation.loop is not None:
+            return max(places[slice(*equation.loop)]), 1, places[equation.index]
+        return places[equation.index], 0
 
     def _add_operation(
         self,
@@ -306,6 +345,7 @@ class Operations:
         results: Sequence[Tensor],
         kind: str,
         elementwise: bool = False,
+        overlooks: frozenset[int] = frozenset(),
     ) -> None:
         tensors = (*operands, *results)
         into.append(
@@ -319,17 +359,16 @@ class Operations:
                 kind=kind,
                 alone=all(reads[id_] <= 1 for id_, _ in operands),
                 elementwise=elementwise,
+                overlooks=frozenset(map(self._laid_as, overlooks)),
             )
         )
 
-
-def _place(places: Sequence[int], operation: Operation) -> tuple[int, int, int]:
-    """Where Shardy comes to an operation: what hands values to a loop and back stands behind the loop."""
-    equation = operation.equation
-    assert equation is not None, "results have no place"
-    if equation.primitive in ("scan_carry", "scan_const") and equation.loop is not None:
-        return max(places[slice(*equation.loop)]), 1, places[equation.index]
-    return places[equation.index], 0, 0
+    def _is_seen_in_loop(self, value: Value, program: Program) -> bool:
+        """Whether a value is what the body of a loop sees, and not by way of an edge of a function."""
+        maker = program.makers.get(value.id)
+        if maker is None or maker.primitive not in ("scan_carry", "scan_const") or value.id != maker.outputs[0].id:
+            return False
+        return maker.loop in self._bodies and not self._bodies[maker.loop].is_called
 
 
 def _id(operand: Value | np.ndarray) -> int | None:

@@ -159,10 +159,12 @@ class _LayoutSpread:
             self.origins |= {(id_, part): (given.start, None) for axes in self.layouts[id_] for part in axes}
         self.split = {id_ for id_ in operations.given if any(self.layouts[id_])}  # ids that some axis splits
         self.touching: dict[int, list[int]] = {}  # id -> operations to look at again, last first
+        self.overlooking: dict[int, list[int]] = {}  # id -> operations that are looked at again last of all
         makers: dict[int, int] = {}
         for index, operation in reversed(list(enumerate(operations.spreading))):
             for id_ in dict.fromkeys(operation.ids[: operation.operands]):
-                self.touching.setdefault(id_, []).append(index)
+                calls_for = self.overlooking if id_ in operation.overlooks else self.touching
+                calls_for.setdefault(id_, []).append(index)
             makers |= dict.fromkeys(operation.ids[operation.operands :], index)
         for id_, index in makers.items():
             self.touching.setdefault(id_, []).insert(0, index)
@@ -174,12 +176,18 @@ class _LayoutSpread:
         for end in self.operations.ends:
             self.agree(end, "both")
         stack = [index for index in reversed(range(len(waiting))) if waiting[index]]
-        while stack:
+        overlooked: set[int] = set()
+        is_last = round_ == _SPREAD_ROUNDS - 1
+        while stack or (overlooked and is_last):
+            if not stack:
+                stack, overlooked = sorted(overlooked, reverse=True), set()
             index = stack.pop()
             waiting[index] = False
+            overlooked.discard(index)
             direction = directions[index]
             assert direction is not None, "no other operation waits"
             for changed in self.agree(spreading[index], direction):
+                overlooked.update(other for other in self.overlooking.get(changed, ()) if other != index)
                 for touched in self.touching.get(changed, ()):
                     if directions[touched] is not None and touched != index and not waiting[touched]:
                         waiting[touched] = True

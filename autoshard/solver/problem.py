@@ -109,6 +109,24 @@ class Problem:
         ended = np.searchsorted(ends, starts, side="right")  # how many had ended when this one starts
         return starts[np.append(ended[1:] > ended[:-1], True)] if len(starts) else starts
 
+    @property
+    def can_memory_bind(self) -> bool:
+        """Whether some choice holds more than the limit at some point.
+
+        >>> life = Live(0, 0, 1, np.array([1, 4]))
+        >>> [Problem((np.zeros(2),), (), (life,), limit).can_memory_bind for limit in (None, 3, 4)]
+        [False, True, False]
+        """
+        if self.limit is None or not self.lives:
+            return False
+        points = self.pressure_points()
+        change = np.zeros(len(points) + 1)
+        for live in self.lives:
+            start, end = np.searchsorted(points, (live.start, live.end))
+            change[start] += live.usage.max()
+            change[end] -= live.usage.max()
+        return bool((change.cumsum() > self.limit).any())
+
     def restrict(self, allowed: Mapping[int, Iterable[int]]) -> Problem:
         """The same problem with every other option of these nodes forbidden; options keep their numbers.
 

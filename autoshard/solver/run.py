@@ -193,7 +193,9 @@ class Run:
         """Whether compiled code pays."""
         sizes = self.sizes
         least = min(sizes.loaded_options, sizes.compiled_options) if self.has_compiled else sizes.compiled_options
-        lives = problem.lives if problem.limit is not None else ()
+        if count_options(problem) > least:
+            return True
+        lives = problem.lives if problem.can_memory_bind else ()
         return count_options(problem) + sum(len(live.usage) for live in lives) > least
 
     def load_compiled(self) -> ModuleType:

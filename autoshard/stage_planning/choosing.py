@@ -180,9 +180,9 @@ def choose_pipeline(
 
 def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[PlannedSpace, StageSearchResult]:
     """The best pipeline of a space, once the costs that it rests on are planned for its number of microbatches."""
-    memory = SearchMemory()
+    memory, first = SearchMemory(), replace(settings, gap_of_programs=1.0, polished=1)  # nothing is proven yet
     for _ in range(SEARCHES - 1):
-        best = search_stages(found.space, replace(settings, gap_of_programs=1.0), memory).best  # nothing is proven yet
+        best = search_stages(found.space, first, memory).best
         if best is None:
             break
         choice = best.choice

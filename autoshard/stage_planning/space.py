@@ -129,13 +129,15 @@ class _UnitPlanner:
         known[microbatches] = found
         return is_new
 
-    def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> None:
-        """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages."""
+    def plan_lean(self, shape: SubMeshShape, stages: int, microbatches: int) -> bool:
+        """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages; whether that was so."""
         name, in_flight = shape.in_row.name, min(MOST_IN_FLIGHT * stages, float(microbatches))
         fast = self.fast[name][microbatches]
         leaner = lean_unit_costs(self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight)
-        if leaner is not None and leaner is not fast:
-            self._lean.setdefault(name, {})[microbatches] = leaner
+        if leaner is None or leaner is fast:
+            return False
+        self._lean.setdefault(name, {})[microbatches] = leaner
+        return True
 
     def tables(self, shape: SubMeshShape, microbatches: int) -> list[StageTable]:
         """Those of one sub-mesh: of plans for speed, and of such as fit where those do not.
@@ -148,7 +150,7 @@ class _UnitPlanner:
         costs = between_microbatches(fast, microbatches)
         variants = {"": costs}
         if lean:
-            most = microbatches if microbatches in lean else max(lean)  # with the most each holds the least
+            most = microbatches if microbatches in lean else max(lean)
             variants["lean"] = _in_proportion(lean[most], costs, fast[most])
         return [one.layer_costs().table(shape.in_row, variant) for variant, one in variants.items()]
 
@@ -179,9 +181,12 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
     counts = list(planner.cuts)
     for shape in shapes:
-        for count in counts:
-            if planner.plan(shape, count):
-                planner.plan_lean(shape, max(1, row.devices // shape.in_row.devices), count)
+        planned = [count for count in counts if planner.plan(shape, count)]
+        # Lean plans for one number of microbatches do until one is chosen: with the most, each holds the least.
+        stages = max(1, row.devices // shape.in_row.devices)
+        for count in sorted(planned, reverse=True):
+            if planner.plan_lean(shape, stages, count):
+                break
     first = counts[0]
     costs = {}
     for count in request.microbatches:
@@ -197,7 +202,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
 def _in_proportion(known: UnitCosts, other: UnitCosts, base: UnitCosts) -> UnitCosts:
     """Costs for another number of microbatches, which grow as those of other plans do."""
     ratio = np.divide(other.values, base.values, out=np.ones_like(base.values), where=base.values > 0)
-    return UnitCosts(known.values * ratio, other.loop_bytes)
+    return replace(other, values=known.values * ratio)
 
 
 def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCosts:
@@ -216,7 +221,8 @@ def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCost
     share = (1 / count - low) / (high - low)
     values = known[many].values * (1 - share) + known[few].values * share
     least = known[many].values * min(1.0, 1 / count / low)
-    return UnitCosts(np.maximum(values, least), max(one.loop_bytes for one in (known[many], known[few])))
+    looped = max(known[many], known[few], key=lambda one: one.loop_bytes)
+    return replace(looped, values=np.maximum(values, least))
 
 
 def microbatch_counts(rows: int, most: int = 512) -> list[int]:

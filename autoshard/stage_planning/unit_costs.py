@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.errors import StageError
 from autoshard.model.xla.backends import Backend
@@ -108,11 +109,13 @@ class UnitCosts:
     """Costs of every unit on one sub-mesh for one number of microbatches, [field, unit], as `FIELDS` has them."""
 
     values: Numbers
-    loop_bytes: float = 0.0  # that a stage of several units works in beside what one of them does
+    loop_bytes: float = 0.0  # that a stage of several units of a loop works in beside what one of them does
+    in_loop: NDArray[np.bool_] | None = None  # which units the loop has
 
     def layer_costs(self) -> LayerCosts:
         """The same for the search of stages."""
-        return LayerCosts(**dict(zip(FIELDS, self.values, strict=True)), loop_bytes=self.loop_bytes)
+        figures = dict(zip(FIELDS, self.values, strict=True))
+        return LayerCosts(**figures, loop_bytes=self.loop_bytes, in_loop=self.in_loop)
 
 
 def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend) -> UnitCosts | None:
@@ -130,7 +133,8 @@ def with_loops(units: UnitCut, shape: SubMeshShape, backend: Backend, costs: Uni
     if two is None:
         return costs
     one = costs.values[FIELDS.index("working_bytes"), units.planned.index(units.pair[1])]
-    return replace(costs, loop_bytes=max(0.0, two.working_bytes - float(one)))
+    in_loop = np.array(units.planned) == units.pair[1]
+    return replace(costs, loop_bytes=max(0.0, two.working_bytes - float(one)), in_loop=in_loop)
 
 
 def lean_unit_costs(

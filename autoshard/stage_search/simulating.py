@@ -17,6 +17,8 @@ from autoshard.stage_search.choices import ChosenStage, PipelineChoice, Simulate
 from autoshard.stage_search.machine import DeviceRow
 from autoshard.stage_search.tables import MicrobatchCosts, StageSpace
 
+Hop = tuple[str, int, int]  # kind of task, virtual stage that sends, virtual stage that receives
+
 
 @dataclass(frozen=True)
 class ScheduleFacts:
@@ -26,6 +28,19 @@ class ScheduleFacts:
     graph: OperationGraph
     in_flight: tuple[NDArray[np.int64], ...]
     """Per device, rows of microbatches in flight in each of its virtual stages: every state that none other exceeds."""
+
+    @functools.cached_property
+    def hops(self) -> tuple[list[Hop], list[list[tuple[int, int]]]]:
+        """What results travel, and per operation those that it waits for, each with the number of what it travels."""
+        tasks, numbers = [operation[0] for operation in self.graph.operations], dict[Hop, int]()
+        waits = [
+            [
+                (other, numbers.setdefault((task.kind, tasks[other].virtual_stage, task.virtual_stage), len(numbers)))
+                for other in inputs
+            ]
+            for task, inputs in zip(tasks, self.graph.inputs, strict=True)
+        ]
+        return list(numbers), waits
 
     @property
     def most_in_flight(self) -> tuple[float, ...]:
@@ -90,7 +105,11 @@ def _states(made: Schedule, device: int) -> NDArray[np.int64]:
     changes = np.zeros((len(made.orders[device]), len(own)), np.int64)
     for row, task in enumerate(made.orders[device]):
         changes[row, column[task.virtual_stage]] = 1 if task.kind == "F" else -1 if task.kind == last else 0
-    states = np.unique(np.cumsum(changes, axis=0), axis=0)
+    # After a forward task that another one follows, less is in flight than after that one.
+    forward = changes.sum(axis=1) > 0
+    states = np.ascontiguousarray(np.cumsum(changes, axis=0)[forward & ~np.append(forward[1:], False)])
+    distinct = {state.tobytes() for state in states}
+    states = np.unique(np.frombuffer(b"".join(distinct), np.int64).reshape(-1, len(own)), axis=0)
     if len(own) == 1:
         return states[-1:]
     if len(states) > 512:
@@ -151,10 +170,9 @@ def simulated(space: StageSpace, choice: PipelineChoice) -> SimulatedChoice | No
     lag = _lags(space.row, costs, stages)
     tasks = [operation[0] for operation in graph.operations]
     seconds = [seconds_of[task.virtual_stage][task.kind] for task in tasks]
-    lags = [
-        [(other, lag.get((task.kind, tasks[other].virtual_stage, task.virtual_stage), 0.0)) for other in inputs]
-        for task, inputs in zip(tasks, graph.inputs, strict=True)
-    ]
+    hops, waits = facts.hops
+    travel = [lag.get(hop, 0.0) for hop in hops]
+    lags = [[(other, travel[hop]) for other, hop in inputs] for inputs in waits]
     starts, _ = start_times(graph.rows, lags, seconds)
     ends = [start + taken for start, taken in zip(starts, seconds, strict=True)]
     work = tuple(sum(seconds[operation] for operation in row) for row in graph.rows)
@@ -189,9 +207,9 @@ def simulated(space: StageSpace, choice: PipelineChoice) -> SimulatedChoice | No
     )
 
 
-def _lags(row: DeviceRow, costs: MicrobatchCosts, stages: tuple[ChosenStage, ...]) -> dict[tuple[str, int, int], float]:
-    """(kind, virtual stage that sends, virtual stage that receives) -> seconds."""
-    found: dict[tuple[str, int, int], float] = {}
+def _lags(row: DeviceRow, costs: MicrobatchCosts, stages: tuple[ChosenStage, ...]) -> dict[Hop, float]:
+    """Seconds that results travel."""
+    found: dict[Hop, float] = {}
     for i, (before, after) in enumerate(itertools.pairwise(stages)):
         cut = before.last
         found["F", i, i + 1] = transfer_seconds(row, float(costs.sent_forward[cut]), before, after)

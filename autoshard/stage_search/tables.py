@@ -63,7 +63,8 @@ class LayerCosts:
     fixed_bytes: Numbers
     microbatch_bytes: Numbers
     working_bytes: Numbers
-    loop_bytes: float = 0.0  # that a stage of several layers works in beside these
+    loop_bytes: float = 0.0  # that a stage of several layers of a loop works in beside these
+    in_loop: NDArray[np.bool_] | None = None  # which layers the loop has; None: all
 
     def table(self, shape: SubMesh, variant: str = "") -> StageTable:
         """The table of all runs of these layers.
@@ -77,8 +78,8 @@ class LayerCosts:
         names = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes")
         sums = {name: _run_sums(getattr(self, name)) for name in names}
         working = _run_maxima(self.working_bytes)
-        layers = np.arange(len(working))
-        working[layers[None, :] > layers[:, None] + 1] += self.loop_bytes
+        looped = np.ones(len(self.forward)) if self.in_loop is None else self.in_loop.astype(float)
+        working[np.isfinite(working) & (_run_sums(looped) >= 2)] += self.loop_bytes
         return StageTable(shape, variant, **sums, working_bytes=working)
 
 

@@ -255,12 +255,7 @@ def test_more_train_steps_as_shardy(model_name, state_too):
     check_step(model, state + batch)
 
 
-TIED = pytest.mark.xfail(
-    jax.__version_info__ >= (0, 12), strict=True, reason="a tie of batch and state; docs/propagation.md names it"
-)
-
-
-@pytest.mark.parametrize("name", ["gpt scan", "gpt remat", pytest.param("lstm", marks=TIED)])
+@pytest.mark.parametrize("name", ["gpt scan", "gpt remat", "lstm"])
 def test_loops_under_fsdp_as_shardy(name):
     """Batch and weights want the same axes: who comes first at the carry of a loop decides for all that is inside."""
     model, axes = SMALL[name](), tuple(MESH)

@@ -7,7 +7,8 @@ import pytest
 
 from autoshard import topology
 from autoshard.stage_planning.space import SpaceRequest, between_microbatches, planned_space
-from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, kinds_of, lean_unit_costs
+from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, kinds_of, lean_unit_costs, with_loops
+from autoshard.stage_search import SubMesh
 
 
 def unit_costs_of(**rows):
@@ -38,6 +39,21 @@ def test_a_layer_with_a_norm_behind_it_is_like_the_others():
 
 
 UNITS = [(0.0, 1e9), (1e12, 7e9), (1e12, 7e9), (1.00002e12, 7.0001e9), (1.1e12, 7e9), (1e9, 0), (1e9, 0)]
+
+
+def test_a_stage_of_two_layers_of_a_loop_works_in_more():
+    """An embedding, three layers and a head: one layer with the embedding or the head is no loop."""
+    values = np.ones((len(FIELDS), 5))
+    values[FIELDS.index("working_bytes")] = [1.0, 4.0, 4.0, 4.0, 2.0]
+    cut = SimpleNamespace(cost=lambda stage, where, **_: SimpleNamespace(working_bytes={5: 9.0}[stage]))
+    units = SimpleNamespace(planned=(0, 1, 1, 1, 2), pair=(5, 1), cut=cut)
+    shape = SimpleNamespace(mesh=None, topology=None)
+    table = with_loops(units, shape, None, UnitCosts(values)).layer_costs().table(SubMesh.anywhere("1", 1, 2, 1e9))
+    found = table.working_bytes
+    assert [found[run] for run in ((1, 2), (0, 2), (3, 5), (1, 3), (0, 5))] == [4.0, 4.0, 4.0, 9.0, 9.0]
+    assert np.isinf(found[2, 2]) and np.isinf(found[3, 1])
+    alone = SimpleNamespace(planned=(0, 1), pair=None, cut=cut)
+    assert with_loops(alone, shape, None, UnitCosts(values)).loop_bytes == 0.0
 
 
 def test_costs_that_are_planned_are_taken_and_others_lie_between():

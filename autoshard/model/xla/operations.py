@@ -57,7 +57,8 @@ class Operations:
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         is_scalar_work = all(math.prod(value.shape) <= 1 for value in arrays)
         is_vector_work = any(equation.primitive in _NEVER_SCALAR_WORK for equation in group.equations)
-        return inside + (0.0 if is_scalar_work and not is_vector_work else self.least_seconds)
+        runs = 0 if is_scalar_work and not is_vector_work else 1 + _moves_complex_numbers(group)
+        return inside + self.least_seconds * runs
 
     def vector_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """What a product takes more where devices have one row of it each, and what follows it runs apart.
@@ -189,6 +190,14 @@ def _operations_ahead(group: Group) -> int:
     return len({id(together) for together in part.values() if not together.isdisjoint(computed)})
 
 
+def _moves_complex_numbers(group: Group) -> bool:
+    """Whether it only moves complex numbers: XLA moves real and imaginary parts one after the other."""
+    (first, *_) = group.equations
+    facts = facts_of(first.primitive)
+    moves = facts.work is Work.NONE and not facts.is_boundary and (facts.is_loop or facts.slices)
+    return moves and bool(first.outputs) and getattr(first.outputs[0].dtype, "kind", "") == "c"
+
+
 def _size_of_loop(group: Group) -> int:
     """How many elements elementwise work or a reduction goes over."""
     made = (made for equation in group.equations for made in equation.outputs)
@@ -248,6 +257,8 @@ def _goes_over(group: Group) -> tuple | None:
     if group.fuses and not group.is_idle:
         if not any(map(_computes, group.equations)) or any(e.primitive == "transpose" for e in group.equations):
             return None  # what lies in another order is a copy
+        values = [made.value for made in group.outputs]
+    elif facts_of(first.primitive).slices:  # parts that are as large as each other
         values = [made.value for made in group.outputs]
     elif facts_of(first.primitive).work is not Work.REDUCTION or not facts_of(first.primitive).is_loop:
         return None

@@ -22,7 +22,7 @@ import numpy as np
 
 from autoshard.solver.bounds.prices import SLACK, Prices
 from autoshard.solver.exact.elimination import eliminated
-from autoshard.solver.exact.elimination_order import Order
+from autoshard.solver.exact.elimination_order import Order, depth_first
 from autoshard.solver.problem import Problem
 from autoshard.solver.verify import ROUNDING
 
@@ -41,6 +41,7 @@ class LabelSettings:
 
 
 LABELS = LabelSettings()
+MOST_NUMBERS = 1 << 62  # that groups may have before they are numbered again
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,7 @@ class LabelSearch:
             values: the prices: cost per byte of each pressure point.
         """
         assert problem.limit is not None, "memory binds"
+        order = depth_first(order)
         self.order, self.values = order, values
         prices = Prices(problem)
         prices.set(values)
@@ -104,7 +106,7 @@ class LabelSearch:
         self.room = problem.limit * (1 + ROUNDING + SLACK) - least  # a choice is verified before it is taken
         most = [self.usage[node].max(axis=1) for node in order.nodes]
         self.later = np.cumsum([np.zeros(len(points)), *most], axis=0)[:-1]  # step -> bytes of later nodes at most
-        self.told_apart = _told_apart(order)
+        self.told_apart = told_apart(order)
         self.most = max(1, LABELS.most_cells // (LABELS.candidates * max(1, len(points))))  # labels that are kept
 
     def run(self, *, wanted: float, most: int, spend: Callable[[float], None] = lambda _: None) -> LabelOutcome:
@@ -145,7 +147,7 @@ class LabelSearch:
         """Labels with the next node's options that fit and may cost less than what is wanted; the floor of the rest."""
         node = self.order.nodes[step]
         usage = self.usage[node]
-        total = sum(_rows(table, nodes, node, labels.options) for nodes, table in self.factors[step])
+        total = sum(rows_of(table, nodes, node, labels.options) for nodes, table in self.factors[step])
         floors = labels.floors[:, None] + (total - np.min(total, axis=1, keepdims=True))
         parents, chosen = np.nonzero(floors < wanted)
         spend(LABELS.seconds_per_entry * len(parents) * len(self.room))
@@ -174,9 +176,7 @@ class LabelSearch:
         binding = slack < self.room
         held = np.maximum(labels.held[binding], slack[binding, None])
         costs = labels.floors - self.values @ labels.held
-        group = np.zeros(len(labels), dtype=np.int64)
-        for own in labels.options.values():
-            group = np.unique(group * (int(own.max(initial=0)) + 1) + own, return_inverse=True)[1]
+        group = groups_of(labels.options, len(labels))
         rank = np.lexsort((held.sum(axis=0), costs, group))
         while len(rank) > 1:
             spend(LABELS.seconds_per_entry * LABELS.compared * len(rank) * len(held))
@@ -198,7 +198,7 @@ def _cut(labels: Labels, most: int) -> tuple[Labels, float]:
     return labels.kept(np.sort(rank[:most])), float(labels.floors[rank[most]])
 
 
-def _told_apart(order: Order) -> list[list[int]]:
+def told_apart(order: Order) -> list[list[int]]:
     """Step -> the nodes chosen at this step or before by which tables of later ones tell labels apart."""
     seen: set[int] = set()
     found = []
@@ -208,7 +208,23 @@ def _told_apart(order: Order) -> list[list[int]]:
     return found
 
 
-def _rows(table: np.ndarray, nodes: Sequence[int], node: int, options: dict[int, np.ndarray]) -> np.ndarray:
+def groups_of(options: dict[int, np.ndarray], count: int) -> np.ndarray:
+    """Label -> a number, equal for labels of which these nodes have the same options.
+
+    >>> groups_of({3: np.array([0, 2, 0]), 5: np.array([1, 1, 1])}, 3)
+    array([0, 1, 0])
+    """
+    group, numbers = np.zeros(count, dtype=np.int64), 1
+    for own in options.values():
+        size = int(own.max(initial=0)) + 1
+        if numbers * size > MOST_NUMBERS:
+            group = np.unique(group, return_inverse=True)[1]
+            numbers = count
+        group, numbers = group * size + own, numbers * size
+    return np.unique(group, return_inverse=True)[1]
+
+
+def rows_of(table: np.ndarray, nodes: Sequence[int], node: int, options: dict[int, np.ndarray]) -> np.ndarray:
     """[label, option of the node] of a table over it and others that are chosen; one row if there are no others."""
     moved = np.moveaxis(table, nodes.index(node), -1)
     others = tuple(options[other] for other in nodes if other != node)

@@ -1,21 +1,24 @@
 """Two problems of the same nodes and options in, the choice out for which the larger of the two costs is least.
 
 Any mixture of the two costs is a problem again, and what it costs at least, the larger of the two costs at least. So
-mixtures give bounds (Lagrangian relaxation). What they leave open is the integer program with a row per cost. It is
-solved twice: over the options of choices that are known, whose recombination lies between them; and over the options
-that the bounds of a mixture do not rule out.
+mixtures give bounds (Lagrangian relaxation). What they leave open, labels close where few options are cheap enough
+(`two_cost_labels.py`). Where these are many, it is the integer program with a row per cost. It is solved twice: over
+the options of choices that are known, whose recombination lies between them; and over the options that the bounds of a
+mixture do not rule out.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.solver.bounds.message_passing import Relaxation, finite
+from autoshard.solver.bounds.settings import RELAXATION, RelaxationSettings
+from autoshard.solver.exact.two_cost_labels import labelled
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.settings import USUAL_SIZES
@@ -23,6 +26,8 @@ from autoshard.solver.tables import summed
 from autoshard.solver.verify import ROUNDING, verify
 
 BUILD_SWEEPS = 10.0  # what it takes to build a relaxation
+LABELS_RELAXATION = replace(RELAXATION, rounds=150)  # labels see more than further rounds do
+REACHES = (0.01, 0.03, 0.1, math.inf)  # of the bound: how far above it the ceilings of labels are, in turn
 
 
 @dataclass(frozen=True)
@@ -78,24 +83,86 @@ class TwoCosts:
             gap: cost by which the choice may miss the cheapest one.
         """
         cost = max(self.costs(choice))
-        mixture = replace(self.mixed(share), lives=(), limit=None, checked=True)
-        relaxation = Relaxation(finite(mixture, cost))
+        least = self._least(share, cost, budget)
+        if least is None:
+            return None, -math.inf
+        options = self._options(least, cost * (1 + ROUNDING), choice)
+        if sum(map(len, options)) > USUAL_SIZES.few_options:
+            return None, -math.inf
+        found, bound = _cheapest(self._free, options, choice, gap, budget)
+        return found, min(bound, cost)
+
+    def labelled(
+        self, choice: Sequence[int], share: float, *, gap: float, budget: Budget
+    ) -> Iterator[tuple[tuple[int, ...] | None, float]]:
+        """Choices and bounds, memory aside, by labels among more and more options, as long as these are narrow.
+
+        Choices that cost less than a ceiling have no option whose bound in the mixture is above the ceiling.
+
+        Args:
+            choice: the best one known.
+            share: of the first problem in the mixture whose bounds rule out options.
+            gap: relative, between a choice and a bound, with which it ends.
+        """
+        cost = max(self.costs(choice))
+        least = self._least(share, cost, budget, LABELS_RELAXATION)
+        if least is None:
+            return
+        bound = max(float(own.min()) for own in least)
+        yield None, min(bound, cost)
+        narrow, reaches, is_between = 0.0, list(REACHES), False
+        while reaches:
+            reach = reaches.pop(0)
+            ceiling = min(cost, bound + reach * abs(bound))
+            options = self._options(least, ceiling)
+            if budget.over or not all(map(len, options)) or cost <= bound * (1 + gap):
+                return
+            few = TwoCosts(restricted(self._free.first, options), restricted(self.second, options))
+            outcome = labelled(few.first, few.second, few.mixed, share, ceiling, budget.spend)
+            if outcome is None:
+                reaches = [math.sqrt(narrow * min(reach, cost / bound - 1))] if narrow and not is_between else []
+                is_between = True
+                continue
+            narrow, found, known = reach, None, min(outcome.bound, ceiling)
+            if outcome.choice is not None:
+                found = tuple(int(own[at]) for own, at in zip(options, outcome.choice, strict=True))
+                cost = min(cost, max(self.costs(found)))
+            yield found, known
+            if ceiling >= cost or cost <= known * (1 + gap):
+                return
+
+    @property
+    def _free(self) -> TwoCosts:
+        """Without memory."""
+        return replace(self, first=replace(self.first, lives=(), limit=None, checked=True))
+
+    def _least(
+        self, share: float, cost: float, budget: Budget, settings: RelaxationSettings = RELAXATION
+    ) -> list[np.ndarray] | None:
+        """Node -> option -> what any choice with it costs at least in a mixture, memory aside; None: there is no time.
+
+        Args:
+            cost: that of the best choice known.
+        """
+        relaxation = Relaxation(finite(self._free.mixed(share), cost), settings)
         budget.spend(BUILD_SWEEPS * relaxation.seconds)
         for _, _ in relaxation.rounds(lambda: cost):
             budget.spend(relaxation.seconds)
             if budget.over:
-                return None, -math.inf
-        least = map(np.maximum, relaxation.least(forward=False), relaxation.least(forward=True))
-        allowed = [own < cost * (1 + ROUNDING) for own in least]
-        options = [
-            np.flatnonzero(np.isfinite(costs) & (own | (np.arange(len(own)) == chosen)))
-            for costs, own, chosen in zip(mixture.costs, allowed, choice, strict=True)
-        ]
-        if sum(map(len, options)) > USUAL_SIZES.few_options:
-            return None, -math.inf
-        free = replace(self, first=replace(self.first, lives=(), limit=None, checked=True))
-        found, bound = _cheapest(free, options, choice, gap, budget)
-        return found, min(bound, cost)
+                return None
+        return list(map(np.maximum, relaxation.least(forward=False), relaxation.least(forward=True)))
+
+    def _options(
+        self, least: Sequence[np.ndarray], ceiling: float, choice: Sequence[int] | None = None
+    ) -> list[np.ndarray]:
+        """Node -> the options that choices below the ceiling may have, beside those of a choice."""
+        found = []
+        for node, (costs, own) in enumerate(zip(self.first.costs, least, strict=True)):
+            is_allowed = own < ceiling
+            if choice is not None:
+                is_allowed[choice[node]] = True
+            found.append(np.flatnonzero(np.isfinite(costs) & is_allowed))
+        return found
 
 
 def _cheapest(

@@ -10,15 +10,17 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.compiled.collectives import peak_bytes
 from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
-from autoshard.model import formulating, grouping
+from autoshard.model import formulating, grouping, workspaces
 from autoshard.model.xla import backends, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.products import FourierProducts
 
+KEY = jax.eval_shape(lambda: jax.random.key(0))
 MACHINE, AXES = "v5e:2x2", {"x": 4}
 WHOLE, ROWS = P(), P("x")
 
@@ -123,6 +125,13 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         [WHOLE],
         lambda patch: patch.setattr(grouping, "_entering_loops", lambda program, groups, staying: set()),
     ),
+    "parts of one array": (lambda x: jnp.split(x, 4, 1), [array(64, 256)], [WHOLE], nothing_runs_beside),
+    "complex numbers that are moved": (
+        lambda x: jnp.concatenate([x, x]),
+        [array(64, 256, dtype=np.complex64)],
+        [WHOLE],
+        lambda patch: patch.setattr(operations, "_moves_complex_numbers", lambda group: False),
+    ),
     "all distances": (
         lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),
         [array(512, 16), array(512, 16)],
@@ -168,3 +177,31 @@ def test_small_programs(monkeypatch, name):
     assert 1 / 1.6 <= foreseen(fn, shapes, specs) / schedule.step_seconds <= 1.6
     fault(monkeypatch)
     assert not 1 / 1.6 <= foreseen(fn, shapes, specs) / schedule.step_seconds <= 1.6
+
+
+HELD = {  # function of what shapes, and rows of facts without which its peak is off
+    "sorted elements that nothing reads": (lambda x: jnp.argsort(x, 1), [array(64, 256)], "sort"),
+    "an element beside its position": (lambda x: jnp.argmax(x, 1), [array(64, 256)], "argmax"),
+    "words of a key": (lambda key: jax.random.bits(key, (1000,)), [KEY], "random_bits"),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_small_programs_hold(monkeypatch, name):
+    """Peaks within a tenth of libtpu's, and out of that without the primitive's numbers."""
+    pytest.importorskip("libtpu")
+    fn, shapes, primitive = HELD[name]
+    whole = NamedSharding(target_mesh(MACHINE, AXES), P())
+    program = jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
+    peak = peak_bytes(program)
+    assert peak_of(fn, shapes) == pytest.approx(peak, rel=0.1)
+    numbers = dict(workspaces._SCALARS["tpu"]) | {primitive: 0}
+    monkeypatch.setattr(workspaces, "_SCALARS", {"tpu": numbers})
+    assert peak_of(fn, shapes) != pytest.approx(peak, rel=0.1)
+
+
+def peak_of(fn, shapes):
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    return autoshard.evaluate(
+        fn, *shapes, in_shardings=(P(),), out_shardings=P(), mesh=mesh, topology=MACHINE
+    ).predicted.peak_bytes
