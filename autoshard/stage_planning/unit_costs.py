@@ -27,7 +27,7 @@ from autoshard.stages.units import Unit, Units
 
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
 
-# How well units are planned for tables. The stages that are chosen are planned as any step is.
+# How well units are planned for tables. The stages that are chosen are planned as any step is, if they fit so.
 _EFFORT: Mapping[str, Any] = {"gap": 0.03, "work": 2.0, "shares": (1.0,)}
 _ALIKE = 1e-3  # units are planned as one if their FLOPs and their parameters differ by no larger share
 
