@@ -63,12 +63,16 @@ class UnitCut:
         ways = [[min(1, len(numbers) - 1), len(numbers) // 2, -1, 0] for numbers in found.values()]
         refusal: StageError | None = None
         several = max(found.values(), key=len)
+        tried = set[tuple[int, ...]]()
         for picked, has_pair in itertools.product(dict.fromkeys(zip(*ways, strict=True)), (True, False)):
             chosen = {kind: numbers[at] for (kind, numbers), at in zip(found.items(), picked, strict=True)}
             ends = {first for number in chosen.values() for first in (number, number + 1)}
             pair = _pair(several, set(chosen.values())) if has_pair else None
             ends |= set() if pair is None else {pair, pair + 2}
-            firsts = sorted(ends - {0, len(units.units)})
+            firsts = tuple(sorted(ends - {0, len(units.units)}))
+            if firsts in tried:  # cutting takes long
+                continue
+            tried.add(firsts)
             try:
                 made = cut_at(firsts)
                 break
