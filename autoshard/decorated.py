@@ -181,6 +181,14 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._modules_before: CallStructure | None = None  # of the last call, if there were nnx modules in it
         self._last: _Call | None = None  # the last call, if all of its arguments lay as planned
 
+    def __copy__(self) -> Self:
+        """Itself, as any function is copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Self], tuple[Callable[Parameters, Result]]]:
+        """Pickled, it is its function and options: what was planned and compiled stays behind."""
+        return functools.partial(type(self), **self._made_with), (self._fn,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Itself, as any function is copied; of a method of an object that is copied, the method of the copy."""
         fn = copy.deepcopy(self._fn, memo)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
@@ -76,6 +77,13 @@ def test_what_never_changes_is_its_own_copy(decorated, compiled, copied):
     for run in (again, lowered.compile(), function):
         np.testing.assert_allclose(run(STATE, BATCH)[1], step(STATE, BATCH)[1], atol=1e-6)
     assert plan is copies[3]
+
+
+def test_a_pickled_step_is_planned_anew():
+    decorated = autoshard.autoshard(step, mesh=AbstractMesh((4, 2), ("data", "model")), topology="v5e:2x4", pad="batch")
+    planned = decorated.plan(STATE, BATCH)
+    again = pickle.loads(pickle.dumps(decorated))
+    assert type(again) is type(decorated) and again.plan(STATE, BATCH).dumps() == planned.dumps()
 
 
 def test_a_copied_trainer_steps_by_itself():

@@ -16,6 +16,7 @@ from autoshard.lower.constraints import constraints_of
 from autoshard.lower.on_shards import Split, local_params, may_run_on_shards, runs_on_shards, wants_of
 from autoshard.mesh.resharding import stops
 from autoshard.model.equations import folds_by_hand
+from autoshard.operations.primitive import OPERATION
 from autoshard.plans.plan import PlanData
 from autoshard.program import Equation, Program, Value
 from autoshard.program.signature import text_of_value
@@ -168,6 +169,8 @@ class _Table:
             place = {0: equation.params["output"]}
             moved: dict[str, Any] = {kind: {place[i]: one for i, one in said.items()} for kind, said in made.items()}
             return Row(equation.path, "", line, **moved)
+        if name == OPERATION:  # which may stand for a plain transform
+            name = ""
         on_shards, reads = self.on_shards(equation), self.reads(equation)
         if on_shards is None:
             whole = [self.reading(value, replicated(len(value.shape))) for value in equation.inputs]

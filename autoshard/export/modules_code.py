@@ -6,7 +6,7 @@ the table.
 """
 
 CONSTRAINED_MODULES = '''
-def constrained(step, mesh, static_argnums=(), static_argnames=()):
+def constrained(step, mesh, static_argnums=None, static_argnames=None):
     """`step` with the layouts of the plan inside, to be given to `nnx.jit`. Its modules may lie anywhere at first.
 
     Arguments that are static for `nnx.jit` are to be named here, too.
@@ -15,7 +15,7 @@ def constrained(step, mesh, static_argnums=(), static_argnames=()):
 '''
 
 EXPLICIT_MODULES = '''
-def explicit(step, mesh, static_argnums=(), static_argnames=()):
+def explicit(step, mesh, static_argnums=None, static_argnames=None):
     """`step`, to be given to `nnx.jit`. What it makes and changes has types of explicit mode; inside, axes are Auto.
 
     Call it under `jax.set_mesh(typed_mesh(mesh))`. Its modules may lie anywhere at first.

@@ -29,8 +29,7 @@ from autoshard.layout import spec_text
 from autoshard.lower import xla_faults
 from autoshard.operations import reduce_scatter
 from autoshard.plans.plan import PlacedArray, PlanData
-from autoshard.program import Program
-from autoshard.program.signature import named_arguments, text_of_function, text_of_value
+from autoshard.program import Program, signature
 from autoshard.program.trees import Tree, holds_flat_objects
 
 Style = Literal["specs", "explicit", "flax"]
@@ -61,7 +60,7 @@ def typed_mesh(mesh):
 '''
 
 _AUTO_MESH = inspect.getsource(standalone.auto_mesh)
-_SIGNATURES = "\n\n".join(inspect.getsource(one) for one in (named_arguments, text_of_function, text_of_value))
+_SIGNATURES = "\n\n".join(inspect.getsource(one) for one in signature.STANDING_ALONE)
 
 _NODE = '''
 class _Any:
@@ -93,7 +92,7 @@ def node(kind, static, children):
 '''
 
 _CONSTRAINED = '''
-def constrained(step, mesh, static_argnums=(), static_argnames=()):
+def constrained(step, mesh, static_argnums=None, static_argnames=None):
     """`step` with the plan's constraints inside, to be given to `jax.jit`. It must compute what was planned.
 
     Arguments that are static for `jax.jit` are to be named here, too.
@@ -102,7 +101,7 @@ def constrained(step, mesh, static_argnums=(), static_argnames=()):
 '''
 
 _AS_IT_IS = '''
-def constrained(step, mesh, static_argnums=(), static_argnames=()):
+def constrained(step, mesh, static_argnums=None, static_argnames=None):
     """`step` as it is: the layouts of its arguments and results imply all others."""
     return step
 '''

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.lower.xla_faults import apart_from_slices, within_bounds
 from autoshard.operations.reduce_scatter import reduce_scatter
-from autoshard.program.signature import named_arguments, text_of_value
+from autoshard.program.signature import named_arguments, selected, text_of_value
 
 Specs = Sequence[P]  # constraints, one after the other
 
@@ -81,8 +81,8 @@ def constrain(
     step: Callable[..., Any],
     mesh: Mesh | AbstractMesh,
     table: Table,
-    static_argnums: Any = (),
-    static_argnames: Any = (),
+    static_argnums: Any = None,
+    static_argnames: Any = None,
 ) -> Any:
     """`step` with the constraints of a table; to be called under `jax.jit`."""
 
@@ -101,8 +101,7 @@ def without_static(
     step: Callable[..., Any], args: tuple, keywords: dict[str, Any], static_argnums: Any, static_argnames: Any
 ) -> tuple[tuple[list[Any], dict[str, Any]], Callable[[list[Any], dict[str, Any]], Any]]:
     """The arguments that are traced, positional and by name, and `step` as a function of these two."""
-    positions = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
-    names = (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+    positions, names = selected(step, static_argnums, static_argnames)
     fixed = {name: value for name, value in keywords.items() if name in names}
 
     def called(positional: list[Any], named: dict[str, Any]) -> Any:

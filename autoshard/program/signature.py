@@ -35,17 +35,7 @@ class ArgumentSelection:
     @classmethod
     def of(cls, fn: Callable, jit_keywords: Mapping[str, Any], kind: str) -> ArgumentSelection:
         """From `kind_argnums` and `kind_argnames`; if only one is given, the other follows from the signature."""
-        argnums, argnames = (jit_keywords.get(f"{kind}_{which}") for which in ("argnums", "argnames"))
-        positions, names = _as_tuple(argnums), _as_tuple(argnames)
-        if not positions and not names:
-            return cls(frozenset(), frozenset())
-        parameters = _parameters(fn) or ()
-        positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        positions = tuple(i % len(positional) if i < 0 and positional else i for i in positions)
-        if argnames is None:
-            names = tuple(positional[i] for i in positions if i < len(positional))
-        elif argnums is None:
-            positions = tuple(positional.index(name) for name in names if name in positional)
+        positions, names = selected(fn, *(jit_keywords.get(f"{kind}_{which}") for which in ("argnums", "argnames")))
         return cls(frozenset(positions), frozenset(names))
 
     def __contains__(self, place: int | str) -> bool:
@@ -69,6 +59,25 @@ class ArgumentSelection:
         named = {i: p.name for i, p in enumerate(parameters) if i in self.positions and not _takes_many(p)}
         places = *sorted(self.positions - named.keys()), *sorted(self.names.union(named.values()))
         return {place: given[place] for place in places if place in given}
+
+
+def selected(fn: Callable, argnums: Any, argnames: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The positions and names that `jax.jit` takes; where one of both is None, it follows from the signature.
+
+    >>> selected(lambda x, rate, turns: None, -1, None)
+    ((2,), ('turns',))
+    """
+    positions, names = _as_tuple(argnums), _as_tuple(argnames)
+    if not positions and not names:
+        return (), ()
+    parameters = _parameters(fn) or ()
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positions = tuple(i % len(positional) if i < 0 and positional else i for i in positions)
+    if argnames is None:
+        names = tuple(positional[i] for i in positions if i < len(positional))
+    elif argnums is None:
+        positions = tuple(positional.index(name) for name in names if name in positional)
+    return positions, names
 
 
 def named_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str | int, Any]:
@@ -192,3 +201,7 @@ def _places_in_modules(structure: PyTreeDef, start: int = 0) -> Iterator[int]:
     for child in structure.children():
         yield from _places_in_modules(child, start)
         start += child.num_leaves
+
+
+# What the code of a plan reads the arguments of its step by, in its order there.
+STANDING_ALONE = (selected, named_arguments, text_of_function, text_of_value, _as_tuple, _parameters)

@@ -18,6 +18,7 @@ from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Var, aval_of, inner_jaxprs
 from autoshard.operations import Operation
 from autoshard.ops.attending.attention import attention_operation
 from autoshard.ops.attending.operands import Variant
+from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.recognition.arranging import Groups, arranged, combined, put_back
 from autoshard.recognition.bodies import Body, Tree, values_needed
@@ -28,6 +29,7 @@ from autoshard.recognition.products import VALUE, Backward, Output, backwards, o
 from autoshard.recognition.small_arrays import UnknownEquation
 
 MEMORY_SHARE = 1 / 8  # of all devices' memory that the logits of one attention take, in float32
+_DEPARTURE = "attention or experts in the step were recognised, and are operations of autoshard"
 
 
 def with_operations(traced: TracedStep, devices: int, memory: float) -> TracedStep:
@@ -41,7 +43,11 @@ def with_operations(traced: TracedStep, devices: int, memory: float) -> TracedSt
     found = _with_both(traced.closed, devices, devices * memory * MEMORY_SHARE / 4)
     if found is traced.closed:
         return traced
-    return replace(traced, closed=found, again=lambda structs: _with_both(traced.again(structs), devices, 1))
+
+    def read(closed: ClosedJaxpr) -> Program:
+        return replace(traced.read(closed), departure=_DEPARTURE)
+
+    return replace(traced, closed=found, again=lambda structs: _with_both(traced.again(structs), devices, 1), read=read)
 
 
 def _with_both(closed: ClosedJaxpr, devices: int, least: float) -> ClosedJaxpr:

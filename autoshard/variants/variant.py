@@ -93,7 +93,7 @@ class StepVariants:
                     microbatches=variant.microbatches,
                     recomputed=remark,
                     state_on_hosts=variant.state_on_hosts,
-                    departure=_DEPARTURE if variant.level is not None or variant.state_on_hosts else "",
+                    departure=_DEPARTURE if variant.level is not None or variant.state_on_hosts else read.departure,
                 )
             self._programs[variant] = read if self._finish is None else self._finish(read)
         return self._programs[variant]

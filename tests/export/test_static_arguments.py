@@ -91,6 +91,27 @@ def test_of_static_arguments_some_are_given_by_position_and_others_by_name():
         written(WEIGHT, 3, X, how="mean")
 
 
+def scaled(x, by):
+    return jnp.mean(x * by)
+
+
+SELECTIONS = [  # keywords of jax.jit, and a call
+    ({"static_argnames": "by"}, lambda step: step(X, 3)),
+    ({"static_argnums": 1}, lambda step: step(X, by=3)),
+    ({"static_argnums": -1}, lambda step: step(X, 3)),
+]
+
+
+@pytest.mark.parametrize("static, call", SELECTIONS, ids=["by name", "by position", "from the end"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_static_arguments_are_those_of_jax(static, call, microbatches):
+    """A position follows from a name, and a name from a position."""
+    how = {"mesh": mesh_of(), "fixed": {"x": P("data")}, "microbatches": microbatches}
+    code = call(autoshard.autoshard(scaled, **how, **static).plan).to_code()
+    written = jax.jit(defined(code)["constrained"](scaled, mesh_of(), **static), **static)
+    np.testing.assert_allclose(call(written), call(scaled), rtol=1e-5)
+
+
 def told(model, x):
     return {"kind": "text", "sum": model(x).sum()}
 

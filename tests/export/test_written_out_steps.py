@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from oracles import slow_chips
 from written_code import defined
 
@@ -16,6 +17,7 @@ from autoshard.compiled.collectives import read_collectives
 from autoshard.export.containers import UnwritableError
 from autoshard.export.operations_code import PRIMITIVES, operations_code
 from autoshard.export.standalone import Table, constrained_results
+from autoshard.recognition import rewriting
 
 
 def mesh_of():
@@ -101,6 +103,40 @@ def test_the_code_has_the_numbers_and_collectives_of_the_plan(name):
     made = compiled(*jax.device_put(arguments, shardings["in_shardings"]))
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(jax.jit(step)(*arguments)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
+
+
+def attended(weights, x):
+    query, key, value = (jnp.einsum("btd,dhe->bthe", x, weight) for weight in weights)
+    return jnp.mean(jax.nn.dot_product_attention(query, key, value, is_causal=True) ** 2)
+
+
+def sorted_to_experts(weights, x):
+    """Each token goes to one expert."""
+    router, experts = weights
+    chosen = jnp.argmax(x @ router, axis=-1)
+    order = jnp.argsort(chosen)
+    made = jax.lax.ragged_dot(x[order], experts, jnp.bincount(chosen, length=4))
+    return jnp.mean(jnp.zeros_like(made).at[order].set(made) ** 2)
+
+
+RECOGNISED = {
+    "attention": (attended, ([array(16, 4, 8) for _ in "qkv"], array(2, 32, 16)), {"x": P(None, "data")}),
+    "experts": (sorted_to_experts, ((array(16, 4), array(4, 16, 16)), array(32, 16)), {"x": P("data")}),
+    "transform": (lambda x: jnp.abs(jnp.fft.fft2(x)), (array(16, 16),), {"x": P("data", "model")}),
+}
+
+
+@pytest.mark.parametrize("name", RECOGNISED)
+def test_what_a_plan_recognises_has_its_inner_layouts(name, monkeypatch):
+    """Attention and experts are written out; transforms are in JAX's own jaxpr what they are in the plan's."""
+    monkeypatch.setattr(rewriting, "MEMORY_SHARE", 0.0)
+    step, arguments, fixed = RECOGNISED[name]
+    decorated = autoshard.autoshard(step, mesh=mesh_of(), topology=slow_chips(mesh_of().axis_names), fixed=fixed)
+    assert "operation" in {one.primitive for one in decorated.trace(*arguments).equations}
+    code = decorated.plan(*arguments).to_code()
+    assert ("experts in the step were recognised" in code) == (name != "transform")
+    made = jax.jit(defined(code)["constrained"](step, mesh_of()))(*arguments)
+    np.testing.assert_allclose(made, jax.jit(step)(*arguments), rtol=2e-4, atol=1e-4)
 
 
 def test_a_padded_step_takes_the_padded_batch():
