@@ -27,6 +27,7 @@ from autoshard.stage_search import (
     PipelineChoice,
     SearchMemory,
     SearchSettings,
+    SimulatedChoice,
     StageSearchResult,
     StageSpace,
     search_stages,
@@ -36,6 +37,7 @@ from autoshard.stages.cutting import CuttableStep, cut
 
 PLANNED_EXACTLY = 2  # of the choices of the search: planned stage by stage until so many fit
 SEARCHES = 4  # at most, each on tables with more planned costs than the one before
+TIGHTER_SEARCHES = 2  # at most, once no choice fits whose stages were planned
 ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that are so near are not searched again
 
 
@@ -154,28 +156,76 @@ def choose_pipeline(
     found = planned_space(request)
     if found is None:
         return None
-    found, result = search_planned(found, settings or SearchSettings())
+    settings = settings or SearchSettings()
+    found, result = search_planned(found, settings)
+    fastest = [result.best] if result.best else []
+    tried = _planned_exactly([*fastest, *result.others], found, steps, machine)
+    for _ in range(TIGHTER_SEARCHES):
+        over = tried.most_over
+        if tried.best is not None or over == 1.0:
+            break
+        # By the tables all of these fit. Those that hold less by as much as these hold more are left.
+        again = search_stages(with_less_room(found.space, over), settings)
+        fastest = [again.best] if again.best else []
+        tried = _planned_exactly([*fastest, *again.others], found, steps, machine, tried.refusal)
+    if tried.best is None:
+        if tried.refusal is not None:
+            raise tried.refusal
+        return None
+    names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
+    return ChosenPipeline(tried.best, found.shapes, names, result, tried.tabled_seconds)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What came of choices whose stages were planned."""
+
+    best: ExactPipeline | None  # None: none fits
+    tabled_seconds: float  # of the best one, by the tables
+    refusal: StageError | None  # why one of them cannot be cut
+    most_over: float  # times what the tables say, at most, is held by devices that hold too much
+
+
+def _planned_exactly(
+    choices: Sequence[SimulatedChoice],
+    found: PlannedSpace,
+    steps: CuttableSteps,
+    machine: Machine,
+    refusal: StageError | None = None,
+) -> _Tried:
+    """The fastest of some choices, which come in the order of their seconds, as far as it pays to plan them."""
     best: ExactPipeline | None = None
-    tabled, fitting, refusal = math.inf, 0, None
-    for one in ([result.best] if result.best else []) + list(result.others):
+    tabled, fitting, most_over = math.inf, 0, 1.0
+    for one in choices:
         # Whole stages take longer than the tables say, of which this one may have less: half of it, say.
         if fitting == PLANNED_EXACTLY or (best is not None and one.seconds >= (tabled + _seconds(best)) / 2):
-            break  # they come in the order of their seconds
+            break
+        choice = on_tables(one.choice, found.space)
         try:
-            exact = exact_pipeline(found.space, one.choice, steps.cut_at, found.shapes, machine.backend)
+            exact = exact_pipeline(found.space, choice, steps.cut_at, found.shapes, machine.backend)
         except StageError as error:  # it cannot be cut there, and perhaps elsewhere
             refusal = error
             continue
-        if exact is not None and exact.simulated.fits:
+        if exact is None:
+            continue
+        if exact.simulated.fits:
             fitting += 1
             if exact.simulated.seconds < _seconds(best):
                 best, tabled = exact, one.seconds
-    if best is None:
-        if refusal is not None:
-            raise refusal
-        return None
-    names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
-    return ChosenPipeline(best, found.shapes, names, result, tabled)
+        else:
+            pairs = zip(exact.simulated.peak_bytes, one.peak_bytes, strict=True)
+            most_over = max([most_over, *(peak / said for peak, said in pairs if said > 0)])
+    return _Tried(best, tabled, refusal, most_over)
+
+
+def with_less_room(space: StageSpace, times: float) -> StageSpace:
+    """The space of devices with so many times less memory."""
+    costs = {}
+    for count, one in space.costs.items():
+        shapes = [replace(table.shape, memory_bytes=table.shape.memory_bytes / times) for table in one.tables]
+        tables = (replace(table, shape=shape) for table, shape in zip(one.tables, shapes, strict=True))
+        costs[count] = replace(one, tables=tuple(tables))
+    return replace(space, costs=costs)
 
 
 def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[PlannedSpace, StageSearchResult]:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from autoshard.stage_planning import choosing
 from autoshard.stage_planning.exact_stages import (
     MOST_LEANER,
     _fast_where_there_is_room,
@@ -22,6 +23,7 @@ from autoshard.stage_search import (
     PipelineChoice,
     StageSpace,
     SubMesh,
+    simulated,
 )
 from autoshard.stage_search.simulating import schedule_facts
 
@@ -154,6 +156,30 @@ def test_more_plans_make_no_pipeline_worse(working, seconds):
     found = exact_pipeline(space_of(choice), choice, lambda *_: cut, {"1": shape}, SimpleNamespace(usable=1.0))
     assert len(asked) == 2 and found.simulated.fits
     assert max(one.seconds for one in found.costs) == seconds
+
+
+@pytest.mark.parametrize("more, count", [(1.0, 2), (1.1, 2), (1.5, 8), (3.0, None)])
+def test_if_whole_stages_hold_more_than_all_tables_say_choices_that_hold_less_are_planned(more, count, monkeypatch):
+    """Equal stages hold 95 of 100 bytes with 2 microbatches by the tables; others, and those of 8, hold less."""
+    ones, tables = np.ones(6), {}
+    for microbatches in (2, 8):
+        costs = LayerCosts(ones, ones, 0 * ones, 0 * ones, 10 * ones, 20 / microbatches * ones, 5 * ones)
+        tables[microbatches] = MicrobatchCosts((costs.table(SubMesh.anywhere("1", 1, 2, ROOM)),), *np.zeros((2, 7)))
+    space = StageSpace(DeviceRow((Channel(0.0, 1e9),)), tables)
+
+    def exact(space, choice, *_):
+        assert all(stage.table.shape.memory_bytes == ROOM for stage in choice.stages)
+        peaks = [more * size for size in simulated(space, choice).peak_bytes]
+        fits = max(peaks) <= ROOM
+        return SimpleNamespace(simulated=SimpleNamespace(peak_bytes=peaks, seconds=1.0, fits=fits), choice=choice)
+
+    monkeypatch.setattr(choosing, "exact_pipeline", exact)
+    planned = SimpleNamespace(space=space, shapes={}, with_planned=lambda *_: None)
+    monkeypatch.setattr(choosing, "planned_space", lambda _: planned)
+    nothing = SimpleNamespace(mesh_shape=None, topology=None, backend=None, memory=None, units=())
+    steps = SimpleNamespace(cut_into_units=None, cut_at=None, units_of=lambda _: nothing)
+    found = choosing.choose_pipeline(steps, nothing, counts=[2, 8])
+    assert (found and found.pipeline.choice.microbatches) == count
 
 
 def test_a_stage_without_a_plan_leaves_no_pipeline():
