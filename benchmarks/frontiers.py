@@ -29,7 +29,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from jax.sharding import AbstractMesh  # noqa: E402  (needs the path above)
 from workloads import LARGE, SMALL  # noqa: E402
 
-from autoshard import MemoryLimitError, Plan, SolverError, fewest_devices, frontier, largest_batch, plan  # noqa: E402
+from autoshard import MemoryLimitError, Plan, fewest_devices, frontier, largest_batch, plan  # noqa: E402
 
 GAP = 0.02  # share by which two searches for the same plan may differ
 
@@ -72,11 +72,8 @@ def row(name: str, sizes: Any, machine: str, axes: dict[str, int], points: int) 
     again = [seconds(lambda one=one: alone(memory=found.limit_of(one))) for one in found.plans[1:]]
     ratios = [one.predicted.step_seconds / other for one, other in zip(found.plans[1:], again, strict=True)]
     limit = found.limit_of(found.plans[len(found) // 2])
-    try:
-        of_batch = largest_batch(*arguments, memory=limit, **how)
-        rows, batch = of_batch.rows, of_batch.refused is not None and of_batch.refused > of_batch.rows
-    except SolverError:  # whether some number of rows fits was not found in time
-        rows, batch = 0, False
+    of_batch = largest_batch(*arguments, memory=limit, **how)
+    rows, batch = of_batch.rows, of_batch.undecided is None and (of_batch.refused or 0) > of_batch.rows
     chip = machine.partition(":")[0]
     few = functools.partial(fewest_devices, *arguments, chip=chip, memory=limit, donate_argnums=0)
     least = few().mesh.size

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import PyTreeDef
 
-from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
@@ -29,15 +29,20 @@ class LargestBatch:
     Attributes:
         rows: of the whole batch, over all devices.
         plan: of the step on so many rows.
-        refused: the fewest rows that were tried and do not fit; None where the most that were asked for fit.
+        refused: the fewest rows that were tried and do not fit; None where none was refused.
+        undecided: the fewest rows that were tried and of which it was not found in time whether they fit; None where
+            that is known of all.
     """
 
     rows: int
     plan: Plan
     refused: int | None
+    undecided: int | None = None
 
     def __str__(self) -> str:
         more = "more were not asked for" if self.refused is None else f"{self.refused} do not fit"
+        if self.undecided is not None:
+            more = f"whether {self.undecided} do was not found in time"
         seconds = self.plan.predicted.step_seconds
         return (
             f"{self.plan.name}: {self.rows} rows fit in {bytes_text(self.plan.memory or 0.0)} per device, {more}. "
@@ -78,6 +83,7 @@ def largest_batch(
 
     Raises:
         MemoryLimitError: not even `multiple` rows fit.
+        SolverError: whether these fit was not found in time. More rows of which it was not found count as too many.
         ArgumentError: the step has no batch, or an option is of the wrong kind.
     """
 
@@ -89,32 +95,32 @@ def largest_batch(
     step = multiple if multiple is not None else math.lcm(devices, given.options.microbatches or 1)
     _check_rows(step, most)
 
-    def plan(count: int) -> Plan | None:
-        """The plan on so many multiples; None if it does not fit."""
+    def plan(count: int) -> Plan | MemoryLimitError | SolverError:
+        """The plan on so many multiples, or why there is none."""
         args, kwargs = join(static, batch.resized(count * step))
         sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options)
         try:
             return sized.within(sized.options.memory).plan
-        except MemoryLimitError:
-            if count == 1:
-                raise
-            return None
+        except (MemoryLimitError, SolverError) as error:
+            return error
 
-    fits, best, refused, limit = 1, plan(1), 0, most // step
-    assert best is not None, "what does not fit with one multiple raises"
-    while not refused and fits < limit:
-        tried = min(2 * fits, limit)
-        if (found := plan(tried)) is None:
-            refused = tried
-        else:
+    fits, limit = 1, most // step
+    best = plan(1)
+    if not isinstance(best, Plan):
+        raise best
+    failed: dict[int, MemoryLimitError | SolverError] = {}
+    while fits < (end := min(failed, default=limit + 1)) - 1:
+        tried = (fits + end) // 2 if failed else min(2 * fits, limit)
+        found = plan(tried)
+        if isinstance(found, Plan):
             fits, best = tried, found
-    while refused and refused - fits > 1:
-        tried = (fits + refused) // 2
-        if (found := plan(tried)) is None:
-            refused = tried
         else:
-            fits, best = tried, found
-    return LargestBatch(fits * step, best, refused * step or None)
+            failed[tried] = found
+
+    def fewest(kind: type[Exception]) -> int | None:
+        return min((count * step for count, error in failed.items() if isinstance(error, kind)), default=None)
+
+    return LargestBatch(fits * step, best, fewest(MemoryLimitError), fewest(SolverError))
 
 
 def _check_rows(multiple: Any, most: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.chips import CHIPS
 from autoshard.user_plan import Plan
@@ -48,6 +48,7 @@ def fewest_devices(
 
     Raises:
         MemoryLimitError: the step does not fit on `most` devices either.
+        SolverError: whether it fits there was not found in time. Fewer devices of which it was not found are too few.
         ArgumentError: an option is of the wrong kind.
     """
     if chip not in CHIPS:
@@ -63,8 +64,11 @@ def fewest_devices(
 
         Raises:
             MemoryLimitError: there is none.
+            SolverError: none was found in time.
         """
-        refused, found = None, False
+        refused: MemoryLimitError | None = None
+        late: SolverError | None = None
+        found = False
         for mesh in _meshes(2**power, axes):
             step = TracedVariants.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
             try:
@@ -72,19 +76,22 @@ def fewest_devices(
             except MemoryLimitError as error:
                 if refused is None or error.needed < refused.needed:
                     refused = error
+            except SolverError as error:
+                late = error
             else:
                 found = True
                 yield plan
-        if refused is not None and not found:
-            raise refused
+        why = late or refused
+        if why is not None and not found:
+            raise why
 
     others = {power: fitting(power) for power in range(int(math.log2(most)) + 1)}
 
-    def first(power: int) -> Plan | MemoryLimitError:
+    def first(power: int) -> Plan | MemoryLimitError | SolverError:
         """The first plan on so many devices that fits, or why none does."""
         try:
             return next(others[power])
-        except MemoryLimitError as error:
+        except (MemoryLimitError, SolverError) as error:
             return error
 
     low, high = 0, max(others)
@@ -95,7 +102,7 @@ def fewest_devices(
             high, best = middle, found
         else:
             low = middle + 1
-    if isinstance(best, MemoryLimitError):
+    if not isinstance(best, Plan):
         raise best
     return min((best, *others[high]), key=lambda plan: plan.cost)
 

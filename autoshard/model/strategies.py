@@ -211,7 +211,7 @@ def _handed_out(group: Group, mesh: MeshShape) -> tuple[Finish, ...]:
     if not facts_of(first.primitive).from_one_device or not axes:
         return ()
     sizes = (math.prod(made.value.shape) for made in group.outputs)
-    return tuple(Finish(ALL_REDUCE, axes, i, elements) for i, elements in enumerate(sizes))
+    return tuple(Finish(ALL_REDUCE, axes, i, elements) for i, elements in enumerate(sizes) if elements)
 
 
 def _sequences(

@@ -4,7 +4,7 @@ Libraries work on copies of their operands, XLA runs some operations as loops ov
 widen numbers that they have no instructions for. Each row of `WORKSPACES` is a formula of the bytes that operands and
 results take on one device. The rows were fitted to the temporaries of programs of one operation under `jax.vmap`,
 the batch split over eight devices, at two sizes: `python benchmarks/strangers.py` compares them with whole programs.
-An operation without a row is taken to need nothing.
+An operation without a row is taken to need nothing, and so is one of empty arrays.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def workspace_bytes(backend: str, shards: ShardBytes) -> float:
         backend: `Backend.name`.
         shards: the operation.
     """
-    formula = WORKSPACES.get(backend, {}).get(shards.equation.primitive)
-    return 0.0 if formula is None else formula(shards)
+    equation = shards.equation
+    formula = WORKSPACES.get(backend, {}).get(equation.primitive)
+    has_elements = all(math.prod(value.shape) for value in (*equation.inputs, *equation.outputs))
+    return 0.0 if formula is None or not has_elements else formula(shards)
 
 
 def has_workspace(backend: str, primitive: str) -> bool:

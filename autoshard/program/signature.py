@@ -56,8 +56,9 @@ class ArgumentSelection:
             return {}
         given = named_arguments(fn, args, kwargs)
         parameters = _parameters(fn) or ()
-        unnamed = {i for i in self.positions if i >= len(parameters) or _takes_many(parameters[i])}
-        return {place: given[place] for place in (*sorted(unnamed), *sorted(self.names)) if place in given}
+        named = {i: p.name for i, p in enumerate(parameters) if i in self.positions and not _takes_many(p)}
+        places = *sorted(self.positions - named.keys()), *sorted(self.names.union(named.values()))
+        return {place: given[place] for place in places if place in given}
 
 
 def selected(fn: Callable, argnums: Any, argnames: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:

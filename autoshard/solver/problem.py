@@ -111,7 +111,9 @@ class Problem:
 
     @property
     def can_memory_bind(self) -> bool:
-        """Whether some choice holds more than the limit at some point.
+        """Whether lives hold more than the limit at some point, each with the option with which it holds the most.
+
+        If not, no choice does.
 
         >>> life = Live(0, 0, 1, np.array([1, 4]))
         >>> [Problem((np.zeros(2),), (), (life,), limit).can_memory_bind for limit in (None, 3, 4)]

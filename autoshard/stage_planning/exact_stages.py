@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.model.xla.backends import Backend
+from autoshard.solver.verify import fits
 from autoshard.stage_planning.costs import StageCost, SubMeshModel
 from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.sub_meshes import SubMeshShape
@@ -33,7 +34,7 @@ from autoshard.stage_search.simulating import ScheduleFacts, ScheduleForm, sched
 
 MOST_LEANER = 3  # leaner plans for a kind of stage
 ALIKE = 0.02  # stages whose room differs by no larger share get one plan, unless these would be more than that many
-LEANER: Mapping[str, Any] = {"gap": 0.02, "work": 2.0, "or_leanest": True}  # how well they are planned
+LEANER: Mapping[str, Any] = {"gap": 0.02, "work": 2.0, "or_leanest": True}  # how well they are planned, and stay so
 
 CutAt = Callable[[int, Sequence[int], bool], CutStep]
 """Number of microbatches, first units of all stages but the first, whether W has programs -> the step cut so."""
@@ -76,12 +77,18 @@ def exact_pipeline(
     # Each virtual stage of a device gets a part of its memory. One may hold more than that where others hold less.
     limits = stage_limits(choice, facts)
     in_flight = [stage_in_flight(facts, number) for number in numbers]
-    for most in (1, MOST_LEANER):  # the first is for the least room: without it, nothing fits
+    best: ExactPipeline | None = None
+    for most in (1, MOST_LEANER):  # the first are for the least room: if nothing fits with these, it is given up
         plans = planner.plans_within(at, in_flight, limits, most)
         found = _exact(space, choice, cut, _fast_where_there_is_room(space, choice, facts, plans))
-        if found is None or not found.simulated.fits:
+        best = min((one for one in (best, found) if one is not None), key=_misfit_and_seconds, default=None)
+        if best is None or not best.simulated.fits:
             break
-    return found
+    return best
+
+
+def _misfit_and_seconds(pipeline: ExactPipeline) -> tuple[bool, float]:
+    return not pipeline.simulated.fits, pipeline.simulated.seconds
 
 
 def _fast_where_there_is_room(
@@ -147,7 +154,12 @@ class _StagePlanner:
         """Per stage its plans, the fastest first; leaner ones where the fastest holds more than its limit.
 
         Stages of one kind share their leaner plans. Each plan is for the stage that has the least room of some whose
-        room is alike. It holds no more than that room, or about the least that is possible.
+        room is alike. It holds no more than that room, or about the least that is possible. What is lean with many
+        microbatches in flight need not be with few: so stages that are too large by all of these get plans of their
+        own, unless the least room of their kind is too little for any plan.
+
+        Args:
+            most: leaner plans for a kind, but for those of stages that are too large by them.
         """
         found: list[list[StageCost]] = [[] for _ in shapes]
         lacking: dict[tuple[int, str], list[tuple[float, int]]] = {}  # kind -> share of what the fastest holds, stage
@@ -157,17 +169,35 @@ class _StagePlanner:
             found[number] += [fastest] if fastest is not None else []
             if share < 1.0:
                 lacking.setdefault((self._cut.kinds[number], shape.in_row.name), []).append((share, number))
+        rooms = list(zip(shapes, in_flight, limits, strict=True))
         for several in lacking.values():
-            leaner: list[StageCost] = []
-            for _, number in _least_of_groups(sorted(several))[:most]:
-                if number not in self._leaner:
-                    how = in_flight[number], limits[number]
-                    self._leaner[number] = self._planned(number, shapes[number], *how, **LEANER)
-                one = self._leaner[number]
-                leaner += [one] if one is not None else []
+            leaner = self._leaner_plans(sorted(several), rooms, most)
             for _, number in several:
                 found[number] += leaner
         return found
+
+    def _leaner_plans(
+        self, ascending: Sequence[tuple[float, int]], rooms: Sequence[tuple[SubMeshShape, float, float]], most: int
+    ) -> list[StageCost]:
+        """Leaner plans for the stages of one kind, in the order of their room: shape, microbatches in flight, limit."""
+        plans: dict[int, StageCost | None] = {}  # by the stage that a plan was made for
+
+        def has_plan(number: int) -> bool:
+            _, flying, limit = rooms[number]
+            return any(fits(one.held(flying), limit) for one in plans.values() if one is not None)
+
+        def make_plan(number: int) -> None:
+            if number not in self._leaner:
+                shape, flying, limit = rooms[number]
+                self._leaner[number] = self._planned(number, shape, flying, limit, **LEANER)
+            plans[number] = self._leaner[number]
+
+        for _, number in _least_of_groups(ascending)[:most]:
+            make_plan(number)
+        for _, number in ascending if has_plan(ascending[0][1]) else ():
+            if len(plans) < MOST_LEANER and number not in plans and not has_plan(number):
+                make_plan(number)
+        return [one for one in plans.values() if one is not None]
 
     def _planned(
         self, number: int, shape: SubMeshShape, in_flight: float, limit: float, **effort: Any

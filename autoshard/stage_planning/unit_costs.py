@@ -27,7 +27,7 @@ from autoshard.stages.units import Unit, Units
 
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
 
-# How well units are planned for tables. The stages that are chosen are planned as any step is.
+# How well units are planned for tables. The stages that are chosen are planned as any step is, if they fit so.
 _EFFORT: Mapping[str, Any] = {"gap": 0.03, "work": 2.0, "shares": (1.0,)}
 _ALIKE = 1e-3  # units are planned as one if their FLOPs and their parameters differ by no larger share
 
@@ -63,12 +63,16 @@ class UnitCut:
         ways = [[min(1, len(numbers) - 1), len(numbers) // 2, -1, 0] for numbers in found.values()]
         refusal: StageError | None = None
         several = max(found.values(), key=len)
+        tried = set[tuple[int, ...]]()
         for picked, has_pair in itertools.product(dict.fromkeys(zip(*ways, strict=True)), (True, False)):
             chosen = {kind: numbers[at] for (kind, numbers), at in zip(found.items(), picked, strict=True)}
             ends = {first for number in chosen.values() for first in (number, number + 1)}
             pair = _pair(several, set(chosen.values())) if has_pair else None
             ends |= set() if pair is None else {pair, pair + 2}
-            firsts = sorted(ends - {0, len(units.units)})
+            firsts = tuple(sorted(ends - {0, len(units.units)}))
+            if firsts in tried:  # cutting takes long
+                continue
+            tried.add(firsts)
             try:
                 made = cut_at(firsts)
                 break

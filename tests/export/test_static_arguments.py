@@ -82,6 +82,15 @@ def test_operations_that_are_written_out_have_their_static_arguments(step, jit, 
             written(make(), *args, x=X, **kwargs)
 
 
+def test_of_static_arguments_some_are_given_by_position_and_others_by_name():
+    mesh, static = mesh_of(), {"static_argnums": 1, "static_argnames": "how"}
+    code = autoshard.autoshard(powered, mesh=mesh, microbatches=2, **static).plan(WEIGHT, 2, X, how="mean").to_code()
+    written = jax.jit(defined(code)["constrained"](powered, mesh, **static), **static)
+    np.testing.assert_allclose(written(WEIGHT, 2, X, how="mean"), powered(WEIGHT, 2, X, how="mean"), rtol=1e-5)
+    with pytest.raises(ValueError, match="turns is 3, it was 2"):
+        written(WEIGHT, 3, X, how="mean")
+
+
 def scaled(x, by):
     return jnp.mean(x * by)
 

@@ -1,6 +1,7 @@
 """The frontier is monotone and its ends are the ends; the largest batch and the fewest devices are those."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,10 @@ from jax.sharding import AbstractMesh
 from models import mlp
 
 import autoshard
+from autoshard.errors import SolverError
 from autoshard.frontiers.devices import machine_of
 from autoshard.frontiers.traced_step import TracedStep
+from autoshard.frontiers.traced_variants import TracedVariants
 
 MODEL = mlp.make(layers=2, width=64, batch=64, bias=False)
 STATE, BATCH = jax.eval_shape(lambda: MODEL.state), jax.eval_shape(lambda: MODEL.batches(0))
@@ -93,6 +96,24 @@ def test_the_largest_batch_is_the_largest():
     assert planned(best.rows).cost == pytest.approx(best.plan.cost)
     with pytest.raises(autoshard.MemoryLimitError):
         planned(best.refused)
+
+
+def test_rows_and_devices_that_are_not_decided_in_time_count_as_no_fit(monkeypatch):
+    within = TracedVariants.within
+
+    def late(step, memory):
+        rows, devices = step.as_written.program.arguments[1].shape[0], math.prod(step.options.mesh.shape.values())
+        if rows == 256 or devices == 2:
+            raise SolverError("not found in time")
+        return within(step, memory)
+
+    monkeypatch.setattr(TracedVariants, "within", late)
+    best = autoshard.largest_batch(product, *FEW, memory="10MiB", multiple=64, most=512, **GIVEN)
+    assert (best.rows, best.undecided) == (192, 256) and "whether 256 do was not found in time" in str(best)
+    given = {"chip": "v5e", "axes": ("data",), "memory": "10MiB", "donate_argnums": 0, "time_limit": 4}
+    assert autoshard.fewest_devices(product, *FEW, most=4, **given).mesh.size == 4
+    with pytest.raises(SolverError):
+        autoshard.fewest_devices(product, *FEW, most=2, **given)
 
 
 def scaled(rate, w, kind, *, x):

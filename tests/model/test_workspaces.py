@@ -10,11 +10,14 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
 from programs import f32
 
-from autoshard import plan
+from autoshard import plan, topology
 from autoshard.model import formulating, workspaces
 from autoshard.model.heap.heap import Heap
 from autoshard.model.xla import fusion
+from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.cpu import reductions
+from autoshard.program import trace
+from autoshard.propagation import rules_for
 
 TOKENS, MATRICES, MADE = f32(512, 64), f32(16, 64, 64), f32(512, 64)
 SIZES = jax.ShapeDtypeStruct((16,), np.int32)
@@ -193,3 +196,25 @@ def test_a_cipher_whose_keys_hold_nothing_is_caught(monkeypatch):
     monkeypatch.setattr(workspaces, "_KEYS_APART", 0)
     with pytest.raises(AssertionError):
         assert_peak_as_compiled(jax.vmap(ENCRYPTED["bits"]), MANY_KEYS, rel=0.06, fixed={"*": P("x")})
+
+
+EMPTY = {
+    "sort": lambda x: jnp.sort(x, 1),
+    "product": lambda x: x @ x.T,
+    "triangular_solve": lambda x: jax.lax.linalg.triangular_solve(x[:, :0].T @ x[:, :0], x[:, :0].T, left_side=True),
+    "top_k": lambda x: jax.lax.top_k(x, min(2, x.shape[1])),
+    "lu": lambda x: jax.lax.linalg.lu(x)[0],
+    "cholesky": lambda x: jax.lax.linalg.cholesky(x.T @ x),
+    "random_bits": lambda x: jax.random.bits(jax.random.key(0), x.shape),
+    "scatter": lambda x: x.at[jnp.zeros(3, int) % 8].set(1.0, mode="drop"),
+    "fft": lambda x: jnp.fft.fft(x, axis=0) if x.shape[0] else x,
+}
+
+
+@pytest.mark.parametrize("backend", [CPU, H100, V5E], ids=["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("shape", [(8, 0), (0, 8)], ids=str)
+@pytest.mark.parametrize("name", EMPTY)
+def test_operations_of_empty_arrays_hold_nothing(name, shape, backend):
+    program = trace(EMPTY[name], (f32(*shape),), {})
+    found = formulating.formulate(program, rules_for(program), {"x": 4}, topology("v5e:2x2"), backend=backend)
+    assert all(np.isfinite(costs).all() for costs in found.problem.costs)

@@ -9,6 +9,7 @@ from autoshard.stage_planning.exact_stages import (
     MOST_LEANER,
     _fast_where_there_is_room,
     _StagePlanner,
+    exact_pipeline,
     stage_in_flight,
     stage_limits,
 )
@@ -103,6 +104,56 @@ def test_stages_of_a_kind_share_a_few_leaner_plans(step, leaner):
     assert len(found[0]) == len(found[11]) == 1
     for plans, limit in zip(found[1:11], limits[1:11], strict=True):
         assert plans[0].held(1.0) == 100.0 and any(one.held(1.0) <= limit for one in plans[1:])
+
+
+@pytest.mark.parametrize("least_room, leaner", [(27.0, 2), (20.0, 1)])
+def test_stages_with_few_microbatches_in_flight_get_a_plan_that_is_lean_with_few(least_room, leaner):
+    """The plan for the least room keeps much and saves little: too much where less flies. 20 bytes do for no plan."""
+    plans = [
+        SimpleNamespace(held=lambda in_flight, kept=kept, saved=saved: kept + in_flight * saved)
+        for kept, saved in ((10.0, 10.0), (10.0, 2.0), (2.0, 3.5))
+    ]
+
+    def cost(number, where, in_flight, **_):
+        return next((one for one in plans if one.held(in_flight) <= where.memory), plans[-1])
+
+    in_flight, limits = (8.0, 8.0, 2.0), (least_room, 27.0, 9.5)
+    shape = SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(name="8"))
+    planner = _StagePlanner(SimpleNamespace(kinds=(0, 0, 0), cost=cost), SimpleNamespace(usable=1.0))
+    found = planner.plans_within([shape] * 3, in_flight, limits, 1)
+    assert [len(own) for own in found] == [1 + leaner] * 3
+    rooms = list(zip(found, in_flight, limits, strict=True))
+    assert leaner == 1 or all(any(one.held(flying) <= limit for one in own) for own, flying, limit in rooms)
+
+
+class Planned:
+    """Stages of which the second leaner plan is faster than the first and keeps less, but works in more."""
+
+    row = property(lambda self: (self.seconds, self.seconds, 0.0, 0.0, self.kept, LEFT, self.working))
+
+    def __init__(self, seconds, kept, working):
+        self.seconds, self.kept, self.working = seconds, kept, working
+
+    def held(self, in_flight):
+        return self.kept + in_flight * LEFT + self.working
+
+
+@pytest.mark.parametrize("working, seconds", [(51.0, 1.5), (46.0, 1.1)])
+def test_more_plans_make_no_pipeline_worse(working, seconds):
+    """The first leaner plan fits on both virtual stages of a device; the second one may not, but is tried first."""
+    choice, _ = choice_of(2)
+    plans = iter((Planned(1.5, 24.0, 45.0), *[Planned(1.1, 22.5, working)] * 2))
+    asked = {}
+
+    def cost(number, where, in_flight, **_):
+        fast = Planned(1.0, 30.0, WORKING) if number == 0 else Planned(1.0, FIXED, LEFT)
+        return fast if where.memory == np.inf else asked.setdefault(where.memory, next(plans, None))
+
+    cut = SimpleNamespace(kinds=(0, 1, 0, 3), cost=cost, crossing=lambda: (0.0, 0.0))
+    shape = SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(name="1"))
+    found = exact_pipeline(space_of(choice), choice, lambda *_: cut, {"1": shape}, SimpleNamespace(usable=1.0))
+    assert len(asked) == 2 and found.simulated.fits
+    assert max(one.seconds for one in found.costs) == seconds
 
 
 def test_a_stage_without_a_plan_leaves_no_pipeline():

@@ -18,6 +18,8 @@ of every kind, and a slice, and reads their cycles.
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import math
 import operator
 from collections import defaultdict
@@ -110,7 +112,7 @@ def _extra_operations(equation: Equation) -> int:
         return max(0, _OPERATIONS_OF_SYSTEM_ROW * (equation.inputs[0].shape[-1] - 1) - 2)
     if equation.primitive == "triangular_solve":
         rows = equation.inputs[0].shape[-1]
-        is_called = equation.inputs[0].dtype == np.float32
+        is_called = equation.inputs[0].dtype in (np.float32, np.complex64)
         return 2 if is_called else _OPERATIONS_AROUND_ROWS + _OPERATIONS_OF_TRIANGLE_ROW * min(rows, _LARGEST_TRIANGLE)
     if equation.primitive == "fft":
         return _OPERATIONS_OF_TRANSFORM * len(equation.params["fft_lengths"])
@@ -149,7 +151,7 @@ _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
 _LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
 _LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other, as slices
 _NEUTRAL = {"add": 0, "max": -math.inf, "min": math.inf, "mul": 1, "sub": 0}  # numbers that change nothing
-_MOST_BETWEEN = 64  # groups that are looked at to see whether one waits for another
+_MOST_BETWEEN = 64  # groups that are looked at to see for which others one waits
 _OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows
 
 
@@ -175,18 +177,20 @@ def _operations_ahead(group: Group) -> int:
     size = _size_of_loop(group)
     if not group.fuses:
         return 0
-    ahead = [e for e in group.equations if e.outputs and 1 < math.prod(e.outputs[0].shape) < size]
+    sizes = ((e, max((math.prod(made.shape) for made in e.outputs), default=0)) for e in group.equations)
+    ahead = [equation for equation, elements in sizes if 1 < elements < size]
     part: dict[int, set[int]] = {}  # value -> all that are computed with it
     computed: set[int] = set()
     for equation in ahead:
-        (made,) = equation.outputs
-        together = {made.id}
+        made = {value.id for value in equation.outputs}
+        together = set(made)
         for value in equation.inputs:
-            if isinstance(value, Value) and value.id in part and math.prod(value.shape) == math.prod(made.shape):
+            is_as_large = math.prod(value.shape) == math.prod(equation.outputs[0].shape)
+            if isinstance(value, Value) and value.id in part and is_as_large:
                 together |= part[value.id]
         part.update(dict.fromkeys(together, together))
         if _computes(equation):
-            computed.add(made.id)
+            computed |= made
     return len({id(together) for together in part.values() if not together.isdisjoint(computed)})
 
 
@@ -208,7 +212,8 @@ def _size_of_loop(group: Group) -> int:
 def _computes(equation: Equation) -> bool:
     """Whether an elementwise equation does more than move data, or give back its operand."""
     neutral = _NEUTRAL.get(equation.primitive)
-    numbers = [value for value in equation.inputs if not isinstance(value, Value) and value.size == 1]
+    changing = equation.inputs[equation.primitive == "sub" :]  # 0 - x is another number than x
+    numbers = [value for value in changing if not isinstance(value, Value) and value.size == 1]
     if neutral is not None and any(number.item() == neutral for number in numbers):
         return False
     return facts_of(equation.primitive).work is not Work.NONE
@@ -217,14 +222,19 @@ def _computes(equation: Equation) -> bool:
 def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool]) -> list[bool]:
     """Per group, whether it runs in the operation of an earlier one: both go over one array, and neither waits.
 
+    Where much stands between two groups, the later one is taken to wait.
+
     Args:
         groups: in program order.
         repeated: per group, whether its readers compute it again.
         ending: per group, whether it is one operation with a product.
     """
-    makers = {made.value.id: group for group in groups for made in group.outputs}
+    makers = {made.value.id: group.index for group in groups for made in group.outputs}
+    # A carry reads what the last turn has handed on, too; nothing waits for that in this one.
+    made_by = ({makers.get(use.value.id, group.index) for use in group.uses} for group in groups)
+    reads = [sorted(one for one in by if one < i)[-_MOST_BETWEEN - 1 :] for i, by in enumerate(made_by)]
     stored: dict[int, frozenset[int]] = {}  # value that readers make again -> the arrays that they read for it
-    operations: dict[tuple, list[list[Group]]] = defaultdict(list)  # what groups go over -> those of each operation
+    operations: dict[tuple, list[list[int]]] = defaultdict(list)  # what groups go over -> those of each operation
     found = [False] * len(groups)
     for group in groups:
         arrays = (stored.get(use.value.id, {use.value.id}) for use in group.uses if math.prod(use.value.shape) > 1)
@@ -235,16 +245,17 @@ def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Se
         over = None if ending[group.index] else _goes_over(group)
         if over is None:
             continue
+        waits_for, least = _awaited(group.index, reads)
         for array in read:
-            for operation in operations[over, array]:
-                if group not in operation and not _waits_for(group, operation, makers):
-                    found[group.index] = True
-                    operation.append(group)
-                    break
-            if found[group.index]:
+            others = operations[over, array]
+            near = others[bisect.bisect_left(others, least, key=operator.itemgetter(0)) :]
+            operation = next((one for one in near if waits_for.isdisjoint(one)), None)
+            if operation is not None:
+                found[group.index] = True
+                operation.append(group.index)
                 break
         else:
-            alone = [group]
+            alone = [group.index]
             for array in read:
                 operations[over, array].append(alone)
     return found
@@ -268,19 +279,22 @@ def _goes_over(group: Group) -> tuple | None:
     return group.trips, widest.shape, widest.itemsize
 
 
-def _waits_for(group: Group, others: Sequence[Group], makers: Mapping[int, Group]) -> bool:
-    """Whether a group reads, through whatever stands between, what others make; taken to be so if much does."""
-    first, waiting, seen = min(other.index for other in others), [group], {group.index}
-    while waiting:
-        for use in waiting.pop().uses:
-            maker = makers.get(use.value.id)
-            if maker is None or maker.index < first or maker.index in seen:
-                continue
-            if maker in others or len(seen) > _MOST_BETWEEN:
-                return True
-            seen.add(maker.index)
-            waiting.append(maker)
-    return False
+def _awaited(group: int, reads: Sequence[Sequence[int]]) -> tuple[set[int], int]:
+    """The last groups that a group waits for, itself included, and the first index from which on these are all.
+
+    Args:
+        group: its index.
+        reads: per group, the indices of those that make what it reads; of many, the last.
+    """
+    found, later = {group}, [-other for other in reads[group]]
+    heapq.heapify(later)
+    while later and len(found) <= _MOST_BETWEEN:
+        other = -heapq.heappop(later)
+        if other not in found:
+            found.add(other)
+            for one in reads[other]:
+                heapq.heappush(later, -one)
+    return found, 1 - later[0] if later else 0
 
 
 def stacked_beside(program: Program) -> dict[int, int]:

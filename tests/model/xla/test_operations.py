@@ -1,0 +1,95 @@
+"""Which operations groups are on TPU, where little is to be found: many groups, primitives of users, odd numbers."""
+
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from programs import f32
+
+from autoshard import register_rule, topology
+from autoshard.model.formulating import formulate
+from autoshard.model.grouping import groups_of
+from autoshard.model.xla import operations
+from autoshard.model.xla.backends import V5E
+from autoshard.program import trace
+from autoshard.propagation import rules_for
+
+
+def groups_in(step, *arguments):
+    program = trace(step, arguments, {})
+    return groups_of(program, rules_for(program), V5E, {"x": 4})
+
+
+def turns(count):
+    def step(x, mask):
+        for _ in range(count):
+            x = jnp.tanh(jnp.cumsum(x * mask, 0))
+        return x
+
+    return step
+
+
+def test_many_readers_of_one_array_that_wait_for_each_other_take_little_time():
+    """What each waits for is found once, and not once for each of the others."""
+    program = trace(turns(400), (f32(64, 64), f32(64, 64)), {})
+    rules = rules_for(program)
+    start = time.process_time()
+    groups = groups_of(program, rules, V5E, {"x": 4})
+    assert time.process_time() - start < 1
+    assert not any(group.runs_beside for group in groups)
+
+
+@pytest.mark.parametrize("most", [4, 64, 1000])
+def test_what_a_group_waits_for(monkeypatch, most):
+    monkeypatch.setattr(operations, "_MOST_BETWEEN", most)
+    draw = random.Random(most)
+    reads = [sorted(draw.sample(range(i), min(i, draw.randrange(4)))) for i in range(200)]
+    behind = []  # per group, all that it waits for
+    for group, before in enumerate(reads):
+        behind.append({group}.union(*(behind[other] for other in before)))
+        found, least = operations._awaited(group, reads)
+        assert found <= behind[group]
+        assert {other for other in behind[group] if other >= least} <= found
+        assert least == 0 or len(found) > most
+
+
+def test_readers_that_wait_run_apart_and_others_together():
+    def step(x, mask):
+        first = jnp.cumsum(x * mask, 0)
+        return first, jnp.cumsum(jnp.sin(mask), 0), jnp.cumsum(first * mask, 0)
+
+    groups = groups_in(step, f32(64, 64), f32(64, 64))
+    assert [group.runs_beside for group in groups if group.fuses] == [False, True, False]
+
+
+def test_an_elementwise_primitive_of_a_user_may_make_arrays_of_several_sizes():
+    primitive = Primitive("rows_and_all")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda rows, x: [jax.core.ShapedArray(a.shape, a.dtype) for a in (rows, x)])
+    register_rule(primitive, "i, i j -> i, i j")
+    arguments = f32(64), f32(64, 32)
+    program = trace(lambda rows, x: [made * 2 for made in primitive.bind(rows, x)], arguments, {})
+    found = formulate(program, rules_for(program), {"x": 4}, topology("v5e:2x2"), backend=V5E)
+    assert all(np.isfinite(costs).all() for costs in found.problem.costs)
+
+
+@pytest.mark.parametrize(
+    "work, computes",
+    [(lambda x: x - 0.0, False), (lambda x: 0.0 - x, True), (lambda x: x * 1.0, False), (lambda x: x + 2.0, True)],
+)
+def test_work_that_gives_back_its_operand(work, computes):
+    (equation,) = trace(work, (f32(8),), {}).equations
+    assert operations._computes(equation) == computes
+
+
+@pytest.mark.parametrize("dtype, loops", [("float32", False), ("complex64", False), ("bfloat16", True)])
+def test_triangles_of_few_bits_alone_are_inverted_row_by_row(dtype, loops):
+    matrix, vectors = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((32, 32), (32, 8)))
+    (equation,) = trace(
+        lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True), (matrix, vectors), {}
+    ).equations
+    assert (operations._extra_operations(equation) > 32) == loops
