@@ -1,6 +1,6 @@
-"""Plans, fingerprints of programs and keys of caches are the same in every process, whatever Python's hashes are.
+"""Plans, fingerprints, keys of caches and texts of values are the same in every process, whatever Python's hashes are.
 
-Two processes make all three, since a process takes longer to start than to make one of them.
+Two processes make all of them, since a process takes longer to start than to make one of them.
 """
 
 import json
@@ -21,6 +21,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 import test_cache, test_every_process
 from oracles import SMALL, mesh_of, slow_chips
 import autoshard
+from autoshard.program.signature import text_of_value
 
 program = test_cache.traced()
 key = test_cache.key_of(program, test_cache.rules_for(program), test_cache.options_of(**test_cache.OPTIONS))
@@ -28,7 +29,9 @@ model, shape = SMALL["tied"](), {"x": 4, "y": 2}
 plan = autoshard.plan(model.step, model.state, model.batches(0), mesh=mesh_of(shape), topology=slow_chips(shape),
                       donate_argnums=0)
 plan.alternatives
-print(json.dumps({"key": key, "fingerprint": test_every_process.fingerprint(), "plan": plan.dumps()}))
+text = text_of_value((frozenset(SMALL), set(SMALL)))
+made = {"key": key, "fingerprint": test_every_process.fingerprint(), "plan": plan.dumps(), "text": text}
+print(json.dumps(made))
 """
 
 
@@ -64,6 +67,12 @@ def test_keys_of_caches_are_equal(made):
 
 def test_fingerprints_are_those_of_this_process(made):
     assert {each["fingerprint"] for each in made} == {fingerprint()}
+
+
+def test_texts_of_static_arguments_are_equal(made):
+    """Code of a plan compares them with those of the process that wrote it."""
+    one, other = (each["text"] for each in made)
+    assert one == other and "'gpt scan'" in one
 
 
 def test_hashes_of_strings_differ_between_the_processes():

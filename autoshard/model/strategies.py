@@ -159,7 +159,8 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     are left to all_reduce. XLA makes it of an all_reduce and a slice, and so reduces the whole each time.
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
-    if not partial:
+    reads_nothing = any(0 in use.value.shape for use in group.uses)  # XLA knows these sums
+    if not partial or reads_nothing or all(0 in made.value.shape for made in group.outputs):
         yield leaves, _handed_out(group, mesh)
         return
     elements = [

@@ -110,7 +110,16 @@ def text_of_function(fn: Callable) -> str:
 
 
 def text_of_value(value: Any) -> str:
-    """A value as it prints, without addresses; a function by name."""
+    """A value as it prints, without addresses; a function by name, a set in the order of its texts.
+
+    >>> text_of_value(({"b", "a"}, frozenset(), abs, 2))
+    "({'a', 'b'}, frozenset(), abs, 2)"
+    """
+    if type(value) is tuple:
+        return f"({', '.join(map(text_of_value, value))}{',' * (len(value) == 1)})"
+    if type(value) in (set, frozenset) and value:  # their order is another in each process
+        text = f"{{{', '.join(sorted(map(text_of_value, value)))}}}"
+        return text if type(value) is set else f"frozenset({text})"
     named = callable(value) and (hasattr(value, "__name__") or isinstance(value, functools.partial))
     return text_of_function(value) if named else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 

@@ -165,6 +165,7 @@ def checked(x):
 
 
 IDLE = {  # on the devices of a batch: nothing is moved for these
+    "sums without elements": lambda x: (x + 1, (x.T @ x[:, :0]).sum(0), (x.T @ x[:, :0]).sum()),
     "a check": checked,
     "a layout": lambda x: with_layout_constraint(x + 1, Layout((0, 1))),
     "a branch": lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
