@@ -30,9 +30,8 @@ from autoshard.solver.problem import Edge, Problem
 
 @dataclass(frozen=True)
 class TwoCostLabelSettings:
-    """Which mixtures have tables, how many labels are kept, and what that takes."""
+    """How large tables may be, how many labels are kept, and what that takes."""
 
-    beside: tuple[float, ...] = ()  # shares of further mixtures, from that of the best one
     most_entries: int = 1 << 27  # of all tables of one elimination together
     most_labels: int = 300  # that are kept after each step, those with the lowest floors
     seconds_per_step: float = 1e-4  # of a quiet core: a node and a mixture
@@ -58,8 +57,8 @@ def labelled(
         wanted: only choices that cost less are of use.
         spend: is told what was spent, in seconds of a quiet core.
     """
-    own, beside = TWO_COST_LABELS, {share + step for step in TWO_COST_LABELS.beside}
-    shares = [0.0, 1.0, *sorted({share, *(one for one in beside if 0 < one < 1)} - {0.0, 1.0})]
+    own = TWO_COST_LABELS
+    shares = [0.0, 1.0, *({share} - {0.0, 1.0})]
     decided = [len(costs) == 1 for costs in first.costs]
     mixtures = [_undecided(mixed(one), decided) for one in shares]
     joined = replace(mixtures[0][0], edges=_all_edges([problem for problem, _ in mixtures]), checked=True)
