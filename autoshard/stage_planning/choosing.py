@@ -177,7 +177,7 @@ def choose_pipeline(
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Outcome:
     """What came of choices whose stages were planned."""
 
     best: ExactPipeline | None  # None: none fits
@@ -192,7 +192,7 @@ def _planned_exactly(
     steps: CuttableSteps,
     machine: Machine,
     refusal: StageError | None = None,
-) -> _Tried:
+) -> _Outcome:
     """The fastest of some choices, which come in the order of their seconds, as far as it pays to plan them."""
     best: ExactPipeline | None = None
     tabled, fitting, most_over = math.inf, 0, 1.0
@@ -215,7 +215,7 @@ def _planned_exactly(
         else:
             pairs = zip(exact.simulated.peak_bytes, one.peak_bytes, strict=True)
             most_over = max([most_over, *(peak / said for peak, said in pairs if said > 0)])
-    return _Tried(best, tabled, refusal, most_over)
+    return _Outcome(best, tabled, refusal, most_over)
 
 
 def with_less_room(space: StageSpace, times: float) -> StageSpace:
