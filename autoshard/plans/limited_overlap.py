@@ -94,11 +94,12 @@ class _Search:
             except (SolverError, KeyboardInterrupt):  # the best choice so far fits
                 break
             solved[share] = found.bound
+            is_news = found.bound > self.bound or tuple(found.choice) not in self.known
             self.bound = max(self.bound, found.bound)
             self.learn(found.choice)
             share, reachable = best_mixture(list(self.known.values()))
-            if reachable == math.inf:
-                share = FIRST_PROBLEM_SHARE * min(solved)
+            if reachable == math.inf:  # memory may leave no choice that hides less, so smaller shares end in none
+                share = FIRST_PROBLEM_SHARE * min(solved) if is_news else 0.0
             elif reachable <= (1 + self.close_gap) * self.bound:
                 break
         if solved and not (self.budget.over or self.is_close):

@@ -118,3 +118,22 @@ def test_a_mixture_that_cannot_be_solved_costs_no_plan(failure, monkeypatch):
     best = Solution((0,), 1.0, 1.0, "optimal")
     found = limited_overlap.with_limited_overlap(formulation, best, solve, Budget.of(5.0), 10.0)
     assert (found.choice, found.cost, found.bound) == ((0,), 3.0, 1.0)
+
+
+def test_mixtures_that_bring_nothing_new_are_few(monkeypatch):
+    """Where memory leaves no choice that hides less, smaller shares bring the same choice and lower bounds."""
+    shares = []
+
+    def solve(problem, budget):
+        shares.append((problem.costs[0][0] - 3.0) / (1.0 - 3.0))
+        return Solution((0,), float(problem.costs[0][0]), 0.1 * shares[-1], "feasible")
+
+    problem, waits = (Problem((np.array(costs),), (), (), 10.0) for costs in ([1.0, 2.0], [3.0, 0.5]))
+    held = {(0,): 1, (1,): 11}  # bytes
+    formulation = SimpleNamespace(problem=problem, waits=lambda until: waits, accepted_peak=held.__getitem__)
+    waiting = SimpleNamespace(communication_seconds=3.0)
+    monkeypatch.setattr(limited_overlap, "prediction_of", lambda formulation, choice: waiting)
+    best = Solution((0,), 1.0, 0.01, "feasible")
+    found = limited_overlap.with_limited_overlap(formulation, best, solve, Budget.of(5.0), 10.0)
+    assert found.choice == (0,) and found.bound <= found.cost == 3.0
+    assert len(shares) <= 4 and shares[-1] == 0.0
