@@ -27,7 +27,6 @@ from autoshard.stage_search import (
     PipelineChoice,
     SearchMemory,
     SearchSettings,
-    SimulatedChoice,
     StageSearchResult,
     StageSpace,
     search_stages,
@@ -158,16 +157,14 @@ def choose_pipeline(
         return None
     settings = settings or SearchSettings()
     found, result = search_planned(found, settings)
-    fastest = [result.best] if result.best else []
-    tried = _planned_exactly([*fastest, *result.others], found, steps, machine)
+    tried = _planned_exactly(result, found, steps, machine)
     for _ in range(TIGHTER_SEARCHES):
         over = tried.most_over
         if tried.best is not None or over == 1.0:
             break
         # By the tables all of these fit. Those that hold less by as much as these hold more are left.
         again = search_stages(with_less_room(found.space, over), settings)
-        fastest = [again.best] if again.best else []
-        tried = _planned_exactly([*fastest, *again.others], found, steps, machine, tried.refusal)
+        tried = _planned_exactly(again, found, steps, machine, tried.refusal)
     if tried.best is None:
         if tried.refusal is not None:
             raise tried.refusal
@@ -187,16 +184,17 @@ class _Outcome:
 
 
 def _planned_exactly(
-    choices: Sequence[SimulatedChoice],
+    result: StageSearchResult,
     found: PlannedSpace,
     steps: CuttableSteps,
     machine: Machine,
     refusal: StageError | None = None,
 ) -> _Outcome:
-    """The fastest of some choices, which come in the order of their seconds, as far as it pays to plan them."""
+    """The fastest choice of a search, which has them in the order of their seconds, as far as it pays to plan them."""
     best: ExactPipeline | None = None
     tabled, fitting, most_over = math.inf, 0, 1.0
-    for one in choices:
+    fastest = [result.best] if result.best else []
+    for one in (*fastest, *result.others):
         # Whole stages take longer than the tables say, of which this one may have less: half of it, say.
         if fitting == PLANNED_EXACTLY or (best is not None and one.seconds >= (tabled + _seconds(best)) / 2):
             break

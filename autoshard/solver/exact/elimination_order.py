@@ -94,11 +94,11 @@ def depth_first(order: Order) -> Order:
             sizes[into] += sizes[step]
         else:
             roots.append(step)
-    steps, waiting = [], sorted(roots, key=lambda step: sizes[step])
+    steps, waiting = [], sorted(roots, key=sizes.__getitem__)[::-1]  # the next one last
     while waiting:  # the reverse: a node before its branches, and these from small to large
-        step = waiting.pop(0)
+        step = waiting.pop()
         steps.append(step)
-        waiting[:0] = sorted(children[step], key=lambda child: sizes[child])
+        waiting += sorted(children[step], key=sizes.__getitem__)[::-1]
     steps.reverse()
     nodes, scopes = tuple(order.nodes[step] for step in steps), tuple(order.scopes[step] for step in steps)
     return Order(nodes, scopes, order.entries)
