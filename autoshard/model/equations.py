@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +46,12 @@ def folds_by_hand(equation: Equation) -> bool:
 
 def stays_whole(value: Value | np.ndarray) -> bool:
     """Whether it is never split: XLA's collectives mix up numbers of two bits."""
-    return value.dtype.name in ("int2", "uint2")
+    return _has_two_bits(value.dtype)
+
+
+@functools.cache
+def _has_two_bits(dtype: Any) -> bool:
+    return dtype.name in ("int2", "uint2")
 
 
 def contracts(equation: Equation) -> bool:
