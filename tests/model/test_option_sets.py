@@ -121,6 +121,7 @@ def test_of_a_call_with_implementations_only_what_is_offered_is_priced():
         assert len(list(itertools.groupby(map(place_in(one).get, AXES)))) <= 2
     rings = [len(place_in(one)) for one in blocks if one.run.name == "ring"]
     assert rings and set(rings) == {len(AXES)}  # what leaves an axis idle is not traced where heads can use it
+    assert not any(one.run.name == "ulysses_ring" for one in blocks)  # which splits what one of both splits
     assert all(len(place_in(one)) == len(AXES) for one in every if one.run.name == "ring")
     full = next(place_in(one) for one in every if one.run.name == "ulysses_ring")
     chosen = {axis: full[axis] for axis in AXES[1:]}  # but if it was chosen, it is kept

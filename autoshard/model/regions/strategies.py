@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autoshard.layout import MeshShape
 from autoshard.model.groups import Group
@@ -24,7 +24,9 @@ def operation_strategies(
 ) -> list[Strategy]:
     """Every strategy of a call of an operation, or those that are offered; the first splits nothing.
 
-    An implementation is traced to be priced. So one that leaves axes idle is left out where it can use them, too.
+    An implementation is traced to be priced. So one that leaves axes idle is left out where it can use them, too. Of
+    blocks of axes, before it is known near which strategies to look, one with several roles is left out where another
+    one splits the same with fewer.
 
     Args:
         near: mesh axis -> factor in the strategy near which the offered ones lie; it is kept.
@@ -42,6 +44,9 @@ def operation_strategies(
     places = list(map(_place, found))
     if choices is not every_choice:
         offered = _offered(places, group, mesh, choices)
+        if near is None:
+            counts = [len(call.own_roles(one.run)) for one in found if one.run]
+            offered = _simplest(list(zip(places, counts, strict=True)), offered)
         found, places = list(itertools.compress(found, offered)), list(itertools.compress(places, offered))
     used = {(one.run.name, frozenset(_roles(one.run).items())) for one in found if one.run}
 
@@ -58,6 +63,20 @@ def _offered(places: list[dict[str, int]], group: Group, mesh: MeshShape, choice
     factors = sorted({factor for place in places for factor in place.values()})
     offered = set(choices(group, axes, factors))
     return [tuple(place.get(axis) for axis in axes) in offered for place in places]
+
+
+def _simplest(runs: Sequence[tuple[dict[str, int], int]], offered: Sequence[bool]) -> list[bool]:
+    """Of those that are offered, the ones that have the fewest roles of all implementations that split the same.
+
+    Args:
+        runs: per strategy, how it splits, and how many roles its implementation has in it; 0 for the function itself.
+    """
+    keys = [(frozenset(place.items()), roles) for place, roles in runs]
+    fewest: dict[frozenset, int] = {}
+    for place, roles in itertools.compress(keys, offered):
+        if roles:
+            fewest[place] = min(roles, fewest.get(place, roles))
+    return [flag and roles <= fewest.get(place, 0) for flag, (place, roles) in zip(offered, keys, strict=True)]
 
 
 def _place(strategy: Strategy) -> dict[str, int]:
