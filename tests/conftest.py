@@ -21,6 +21,8 @@ os.environ["XLA_FLAGS"] = compilation.CPU_ONLY
 jax.devices()
 os.environ["XLA_FLAGS"] = compilation.PLAIN
 
+compilation.share_contexts()
+
 boundary.RAISES = True  # faults that users would find in a log alone
 
 # Jaxprs are many small objects that live on: with Python's own thresholds the collector takes a twentieth of the time.

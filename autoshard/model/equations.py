@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.program import Equation, Value
+from autoshard.program import Equation, Value, dtype_name
 
 
 def is_matrix_product(equation: Equation) -> bool:
@@ -44,7 +44,7 @@ def folds_by_hand(equation: Equation) -> bool:
 
 def stays_whole(value: Value | np.ndarray) -> bool:
     """Whether it is never split: XLA's collectives mix up numbers of two bits."""
-    return value.dtype.name in ("int2", "uint2")
+    return dtype_name(value.dtype) in ("int2", "uint2")
 
 
 def contracts(equation: Equation) -> bool:

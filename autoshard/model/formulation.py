@@ -30,6 +30,7 @@ from autoshard.model.lifetimes import (
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
 )
+from autoshard.model.pricing.memo import LastChoice
 from autoshard.model.pricing.prices import PricedStrategies, Prices
 from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups
 from autoshard.model.xla.rounding import Readers
@@ -93,6 +94,11 @@ class Formulation:
         """Value id -> which argument it is."""
         return {value.id: index for index, value in enumerate(self.program.arguments)}
 
+    @cached_property
+    def last_choice(self) -> LastChoice:
+        """What was found of the choice that was asked about last."""
+        return LastChoice()
+
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
         return int(self.in_use(choice).max())
@@ -137,7 +143,7 @@ class Formulation:
         return bool(self._temporaries(choice).max() <= self.prices.backend.on_chip_bytes)
 
     def _temporaries(self, choice: Sequence[int]) -> np.ndarray:
-        return self._sum(self.heap.on_chip, choice) + self._sum_of_spans(self._resharding_lives(choice))
+        return self._sum(self.heap.on_chip, choice) + self._in_use_by_reshardings(choice)
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
@@ -152,7 +158,10 @@ class Formulation:
 
     def in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
-        return self._sum(self.problem.lives, choice) + self._sum_of_spans(self._resharding_lives(choice))
+        return self._sum(self.problem.lives, choice) + self._in_use_by_reshardings(choice)
+
+    def _in_use_by_reshardings(self, choice: Sequence[int]) -> np.ndarray:
+        return self.last_choice.once("reshardings", choice, lambda: self._sum_of_spans(self._resharding_lives(choice)))
 
     def _sum(self, lives: Iterable[Live], choice: Sequence[int]) -> np.ndarray:
         """Bytes of these lives, per program point."""

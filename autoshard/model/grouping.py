@@ -132,9 +132,10 @@ def _joined(
     drafts: list[_Draft] = []
     for equation, rule in zip(reversed(program.equations), reversed(rules), strict=True):
         alone = any(output.id in scattered for output in equation.outputs)
-        host = None if alone else _join(equation, rule, readers, home, backend, mesh)
+        fuses = _is_elementwise(equation, rule)
+        host = None if alone or not fuses else _join(equation, rule, readers, home, backend, mesh)
         if host is None:
-            host = _new_draft(equation, rule)
+            host = _new_draft(equation, rule, fuses)
             drafts.append(host)
         home[equation.index] = host
     return [_group_of(i, draft, readers, home, needed_outside) for i, draft in enumerate(reversed(drafts))]
@@ -268,7 +269,7 @@ def _last_runs(
     return last
 
 
-def _new_draft(equation: Equation, rule: Rule) -> _Draft:
+def _new_draft(equation: Equation, rule: Rule, fuses: bool) -> _Draft:
     number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
     together = {factor: number[other] for factor, other in rule.alike.items() if factor in number and other in number}
     sizes = {n: rule.sizes[factor] for factor, n in number.items() if factor not in together}
@@ -284,7 +285,7 @@ def _new_draft(equation: Equation, rule: Rule) -> _Draft:
         open_axes=rule.open_axes,
         operands={equation.index: [_renamed(dims, number) for dims in rule.operands]},
         results={equation.index: [_renamed(dims, number) for dims in rule.results]},
-        fuses=_is_elementwise(equation, rule),
+        fuses=fuses,
         reaches=renamed(rule.reaches, number),
         batch_factor=number.get(rule.batch_factor) if rule.batch_factor is not None else None,
     )
@@ -310,12 +311,12 @@ def _is_elementwise(equation: Equation, rule: Rule) -> bool:
 def _join(
     equation: Equation, rule: Rule, readers: _Readers, home: Mapping[int, _Draft], backend: Backend, mesh: MeshShape
 ) -> _Draft | None:
-    """Joins `equation` to the group of its readers, and returns that; None if it can join none.
+    """Joins an elementwise equation to the group of its readers, and returns that; None if it can join none.
 
     A constraint does not bind what comes after it, nor what comes before it in other dims: `x.reshape(4, -1)` with the
     last dim split is no layout of `x`.
     """
-    if len(equation.outputs) != 1 or rule.given or not _is_elementwise(equation, rule):
+    if len(equation.outputs) != 1 or rule.given:
         return None
     consumers = readers[equation.outputs[0].id]
     hosts = _reading(equation, readers, home)

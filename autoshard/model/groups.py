@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from autoshard.layout import MeshShape, even_axes
 from autoshard.model.equations import contracts, folds_by_hand, only_widens, sums_locally
@@ -77,11 +78,11 @@ class Group:
     passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
     last_point: int = 0  # the last point at which it runs: later than `point` if its readers run it again
 
-    @property
+    @cached_property
     def only_moves(self) -> bool:
         return all(facts_of(equation.primitive).relabels for equation in self.equations)
 
-    @property
+    @cached_property
     def is_view(self) -> bool:
         """Whether it only renames the elements of one array: XLA makes no copy of it for a matrix product."""
         return all(facts_of(equation.primitive).is_view for equation in self.equations)
@@ -116,7 +117,7 @@ class Group:
         """Whether it repeats a number or counts: XLA makes it as it is wanted, wherever it is wanted."""
         return self.only_moves and self.reads_numbers
 
-    @property
+    @cached_property
     def broadcasts(self) -> bool:
         """Whether what it makes repeats something smaller."""
         size = math.prod(self.outputs[0].value.shape)
@@ -129,7 +130,7 @@ class Group:
         """Whether it reads no array of several elements."""
         return all(math.prod(use.value.shape) == 1 for use in self.uses)
 
-    @property
+    @cached_property
     def contracts(self) -> bool:
         """Whether it is a matrix product or a convolution."""
         return contracts(self.equations[0])
@@ -166,7 +167,7 @@ class Group:
         taps = itertools.chain(*(self.operands[first.index][1][dim] for dim in numbers.rhs_spec[2:]))
         return assignment.keys().isdisjoint((*pixels, *taps))
 
-    @property
+    @cached_property
     def windows(self) -> frozenset[int]:
         """The factors of which devices exchange halos, where they are split."""
         return frozenset(rows.factor for reach in self.reaches for rows in reach.rows)
@@ -181,11 +182,11 @@ class Group:
         """How often per step a collective finishes its result."""
         return self.trips if self.hoisted_all_reduces is None or kind != "all_reduce" else self.hoisted_all_reduces
 
-    @property
+    @cached_property
     def trips(self) -> int:
         return max(equation.trips for equation in self.equations)
 
-    @property
+    @cached_property
     def guessed(self) -> int:
         """Of the trips: turns of loops whose number a compiled program does not tell."""
         return max(equation.guessed for equation in self.equations)

@@ -28,6 +28,7 @@ from autoshard.model.pricing.cost_tables import (
     copy_bytes,
     homes_of,
 )
+from autoshard.model.pricing.memo import read_only
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
@@ -388,10 +389,17 @@ def halos(output: HeldOutput) -> Iterator[HeldBytes]:
 @of_outputs
 def regions(output: HeldOutput) -> Iterator[HeldBytes]:
     """What devices hold while they run a call of an operation, or a `shard_map`, on their shards."""
-    if not output.is_first:
+    (equation, *_) = output.group.equations
+    key = output.prices.region_key(equation)
+    if not (output.is_first and key):
         return
-    found = [output.prices.region(output.group, strategy) for strategy in output.strategies]
-    usage = np.array([0.0 if region is None else region.workspace for region in found])
+
+    def workspaces(strategies: Sequence[Strategy]) -> np.ndarray:
+        found = (output.prices.region(output.group, strategy) for strategy in strategies)
+        return read_only(np.array([0.0 if region is None else region.workspace for region in found]))
+
+    types = tuple(value.dtype for value in equation.inputs)
+    usage = output.prices.memo.once(workspaces, output.strategies, of=(key, types))
     yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage, is_one_buffer=False)
 
 

@@ -37,6 +37,7 @@ class Implementation:
     bytes: Callable[..., float] | None = None  # beside operands and results; None: those of the traced function
     local_backward: Callable[..., Any] | None = None  # None: the derivative of `local` as JAX takes it
     turns: int | None = None  # of the loops of unknown length in `local`, as prices count them; None: as everywhere
+    interchangeable: frozenset[str] = frozenset()  # factors, of which only the product of a device's sizes matters
 
     def backward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Says how the gradient is computed on shards; used as a decorator.
@@ -69,6 +70,7 @@ class Operation:
     plain_backward: Callable[..., Any] | None = field(default=None, repr=False)
     seconds: Callable[..., float] | None = field(default=None, repr=False)  # of the function on shards, as said
     sums_shared: bool = False  # whether a split factor that a result lacks leaves partial sums of it: a backward pass
+    interchangeable: frozenset[str] = frozenset()  # factors: as of an `Implementation`
     said: str = ""  # what it closes over, in words: programs of operations that say other things are others
     forward: Forward | None = field(default=None, repr=False)  # of a backward pass: whose it is
     priced: dict[Any, Any] = field(default_factory=dict, repr=False)  # what planners have found of its calls
@@ -260,15 +262,14 @@ class Operation:
             functools.wraps(self.function)(plain),
             rule_of,
             [
-                Implementation(one.name, by_hand(one.local_backward), one.splits, one.where, turns=one.turns)
+                replace(one, local=by_hand(one.local_backward), seconds=None, bytes=None, local_backward=None)
                 if one.local_backward is not None
-                else Implementation(
-                    one.name, one.local, one.splits, one.where, _twice(one.seconds, operands_in), turns=one.turns
-                )
+                else replace(one, seconds=_twice(one.seconds, operands_in), bytes=None)
                 for one in self.implementations
             ],
             seconds=_twice(self.seconds, operands_in),
             sums_shared=True,
+            interchangeable=self.interchangeable,
             said=f"{self.said or self._closed_over} by {wrt}".strip(),
             forward=Forward(self, wrt, made),
         )

@@ -120,6 +120,19 @@ class Call:
             found.append(tuple(axis for axis in mesh if axis in summed))
         return found
 
+    def own_roles(self, run: Run) -> dict[str, Axes]:
+        """What the implementation does along which axes; nothing, where each device runs the function itself."""
+        implementation = self.operation.named(run.name)
+        own = () if implementation is None else implementation.splits
+        return {role: axes for role, axes in run.roles if role in own}
+
+    def interchangeable(self, run: Run) -> frozenset[str]:
+        """The factors of which only the product of a device's sizes matters: what is said so, of the same tensors."""
+        implementation = self.operation.named(run.name)
+        said = (self.operation if implementation is None else implementation).interchangeable
+        tensors = [set(itertools.chain(*dims)) for dims in (*self.rule.operands, *self.rule.results)]
+        return said if all(said <= has or not said & has for has in tensors) else frozenset()
+
     # How it runs.
 
     def local(self, run: Run, mesh: MeshShape) -> Callable[..., list]:

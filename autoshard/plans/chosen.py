@@ -27,7 +27,10 @@ from autoshard.program import Source, Value
 
 def prediction_of(formulation: Formulation, choice: Sequence[int]) -> Prediction:
     """What a step costs under one option per node."""
-    return ChosenOptions(formulation, choice).prediction()
+    found: Prediction = formulation.last_choice.once(
+        "prediction", choice, lambda: ChosenOptions(formulation, choice).prediction()
+    )
+    return found
 
 
 class ChosenOptions:

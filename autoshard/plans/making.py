@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.layout import Layout, without_idle_axes
 from autoshard.model.formulation import Formulation
-from autoshard.plans.chosen import ChosenOptions
+from autoshard.plans.chosen import ChosenOptions, prediction_of
 from autoshard.plans.limited_overlap import at_its_price
 from autoshard.plans.memory_use import memory_use
 from autoshard.plans.plan import PlacedArray, PlanData
@@ -27,7 +27,7 @@ def make_plan(
     """The plan that `solution` describes."""
     program = formulation.program
     choice = ChosenOptions(formulation, solution.choice)
-    annotations, predicted = choice.annotations(), choice.prediction()
+    annotations, predicted = choice.annotations(), prediction_of(formulation, solution.choice)
     solution = at_its_price(solution, predicted)
     placed = _typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments")
     count = len(program.own_arguments)

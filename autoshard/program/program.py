@@ -359,5 +359,11 @@ def _taken(branches: Sequence[tuple[str, ...] | None], platform: str) -> int:
 def _printed(params: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The parameters that print alike in every process and on all devices: not sets, not objects with an address."""
     bare = ((name, value.spec if isinstance(value, NamedSharding) else value) for name, value in sorted(params.items()))
-    texts = ((name, str(dict(x.shape) if isinstance(x, Mesh | AbstractMesh) else x)) for name, x in bare)
+    texts = ((name, _text(x)) for name, x in bare)
     return [(name, text) for name, text in texts if " at 0x" not in text and "set(" not in text]
+
+
+def _text(parameter: Any) -> str:
+    if isinstance(parameter, np.dtype):
+        return dtype_name(parameter)
+    return str(dict(parameter.shape) if isinstance(parameter, Mesh | AbstractMesh) else parameter)

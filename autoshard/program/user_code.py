@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import JaxprEqn
@@ -45,8 +46,11 @@ def _cell(file: str) -> str | None:
 def source_of(eqn: JaxprEqn) -> Source | None:
     """The innermost line that the user wrote: not JAX, not the model library, not the standard library."""
     stack = eqn.source_info.traceback
-    if stack is None:
-        return None
+    return None if stack is None else _source_in(stack)
+
+
+@functools.lru_cache(maxsize=4096)  # layers repeat, and so do the lines that they come from
+def _source_in(stack: Any) -> Source | None:
     for frame in stack.frames:
         if _is_users(frame.file_name):
             return Source(frame.file_name, frame.line_num, frame.function_name)

@@ -13,6 +13,7 @@ from typing import Any
 
 from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, JaxprEqn, Literal, Var, called_jaxpr, scan_counts
 from autoshard.microbatches.opening import opened
+from autoshard.recognition.equations import Equations
 
 Atom = Var | Literal
 
@@ -22,7 +23,7 @@ class Body:
     """The equations of the step, of a scan or of a `jax.checkpoint`, in variables that no other body has."""
 
     inputs: list[Var]
-    equations: list[JaxprEqn]
+    equations: Equations
     results: list[Atom]
     constants: dict[Var, Any]
     like: ClosedJaxpr  # what it was made of
@@ -36,11 +37,6 @@ class Body:
         for body in self.inner.values():
             yield from body.all()
 
-    @property
-    def makers(self) -> dict[Var, JaxprEqn]:
-        """What each value of the body is made by."""
-        return {var: eqn for eqn in self.equations for var in eqn.outvars if not isinstance(var, DropVar)}
-
 
 @dataclass(eq=False)
 class Tree:
@@ -48,7 +44,15 @@ class Tree:
 
     root: Body
     origins: dict[Var, Var]
-    homes: dict[Var, tuple[Body, JaxprEqn | None]]  # origin -> the body it belongs to, and what makes it
+    homes: dict[Var, tuple[Body, JaxprEqn | None]]  # variable -> the body it belongs to, and what makes it
+    numbers: dict[Body, int] = field(init=False)  # how manyth of all bodies each is
+    names: dict[Var, list[Var]] = field(init=False)  # origin -> the other variables that are the same value
+
+    def __post_init__(self) -> None:
+        self.numbers = {body: number for number, body in enumerate(self.root.all())}
+        self.names = {}
+        for var, origin in self.origins.items():
+            self.names.setdefault(origin, []).append(var)
 
     @classmethod
     def of(
@@ -70,6 +74,31 @@ class Tree:
         """What a variable is the same value as, in the body where that is made."""
         found: Var = self.origins.get(var, var)
         return found
+
+    def hand(self, var: Var, origin: Var, body: Body) -> None:
+        """Says that a new variable of a body is the same value as one of another body."""
+        self.origins[var], self.homes[var] = origin, (body, None)
+        self.names.setdefault(origin, []).append(var)
+
+    def names_in(self, origin: Var, body: Body) -> list[Var]:
+        """The variables that a value has in a body; one that was made there and is not any more is none."""
+        here = [var for var in (origin, *self.names.get(origin, ())) if self._home(var) is body]
+        return [var for var in here if self.homes[var][1] is None or var in body.equations.makers]
+
+    def readers(self, origin: Var) -> list[tuple[Body, JaxprEqn]]:
+        """What reads a value, in all bodies, in their order."""
+        here: dict[Body, list[Var]] = {}
+        for var in (origin, *self.names.get(origin, ())):
+            if (body := self._home(var)) is not None:
+                here.setdefault(body, []).append(var)
+        return [
+            (body, eqn)
+            for body in sorted(here, key=self.numbers.__getitem__)
+            for eqn in body.equations.readers(*here[body])
+        ]
+
+    def _home(self, var: Var) -> Body | None:
+        return self.homes[var][0] if var in self.homes else None
 
 
 class _BodyWalk:
@@ -94,7 +123,7 @@ class _BodyWalk:
         constants = {Var(var.aval): const for var, const in zip(plain.jaxpr.constvars, plain.consts, strict=True)}
         names: dict[Var, Any] = dict(zip(plain.jaxpr.invars, inputs, strict=True))
         names |= zip(plain.jaxpr.constvars, constants, strict=True)
-        made = Body(inputs, [], [], constants, closed, parent, call)
+        made = Body(inputs, Equations(), [], constants, closed, parent, call)
         self.origins |= {inputs[i]: origin for i, origin in same.items()}
         self.homes |= dict.fromkeys((*inputs, *constants), (made, None))
         for eqn in plain.jaxpr.eqns:

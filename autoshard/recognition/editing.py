@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,8 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.recognition.bodies import Atom, Body, Tree
+from autoshard.recognition.equations import NotAvailable
 from autoshard.remat.numbering import needed
-
-
-class NotAvailable(Exception):
-    """A value cannot be handed to a body that needs it."""
 
 
 @dataclass(eq=False)
@@ -47,6 +44,7 @@ class Editor:
     tree: Tree
     handed: dict[Body, _BodyInterface] = field(default_factory=dict)
     changed: set[Body] = field(default_factory=set)
+    _made: dict[tuple[Hashable, tuple], ClosedJaxpr] = field(default_factory=dict)  # of which kind, of which operands
 
     def here(self, origin: Var, body: Body) -> Var:
         """The variable that a value has in a body; it is handed there if it has none.
@@ -55,12 +53,8 @@ class Editor:
             NotAvailable: the value belongs to a body that is neither around this one nor a scan beside it.
         """
         origin = self.tree.origin(origin)
-        for var in (*body.inputs, *body.makers, *body.constants):
-            if self.tree.origin(var) == origin:
-                return var
-        for _, var in (*self._handed(body).constants, *self._handed(body).slices):
-            if self.tree.origin(var) == origin:
-                return var
+        if names := self.tree.names_in(origin, body):
+            return names[0]
         home, _ = self.tree.homes.get(origin, (None, None))
         if home is None or body.parent is None or body.call is None:
             raise NotAvailable
@@ -94,7 +88,7 @@ class Editor:
 
     def _joins(self, body: Body, origin: Var, outside: Var, pairs: list[tuple[Var, Var]]) -> Var:
         inside = Var(aval_of(origin))
-        self.tree.origins[inside] = origin
+        self.tree.hand(inside, origin, body)
         pairs.append((outside, inside))
         self._mark(body)
         return inside
@@ -111,39 +105,47 @@ class Editor:
         function: Callable[..., Sequence[Any]],
         operands: Sequence[Var],
         results: Sequence[Var | None],
+        kind: Hashable = None,
     ) -> list[Var]:
         """Equations make room for those of a function, on the line of the first of them.
 
         Args:
             results: the variables of the function's results; None for one that is new.
+            kind: functions of one kind make the same equations of operands of the same types. So only the first of
+                them is traced. None: it is like no other.
 
         Raises:
             NotAvailable: the operands are made of what the function makes.
         """
-        made = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(aval_of(x).shape, aval_of(x).dtype) for x in operands))
+        made = self._traced(kind, function, operands)
         names: dict[Var, Atom] = dict(zip(made.jaxpr.invars, operands, strict=True))
         found = []
         for atom, var in zip(made.jaxpr.outvars, results, strict=True):
             assert isinstance(atom, Var), "it is made of the operands"
             found.append(var or Var(aval_of(atom)))
             names[atom] = found[-1]
-        assert not made.consts, "the function closes over no arrays"
-        lost = set(map(id, gone))
-        kept = [eqn for eqn in body.equations if id(eqn) not in lost]
+        new = []
         for eqn in made.jaxpr.eqns:
             read = [atom if isinstance(atom, Literal) else names[atom] for atom in eqn.invars]
             for var in eqn.outvars:
                 if not isinstance(var, DropVar):
                     names.setdefault(var, Var(aval_of(var)))
             written = [var if isinstance(var, DropVar) else names[var] for var in eqn.outvars]
-            new = eqn.replace(invars=read, outvars=written, source_info=gone[0].source_info)
-            kept.append(new)
-            self.tree.homes |= {
-                var: (body, new) for var in written if isinstance(var, Var) and not isinstance(var, DropVar)
-            }
-        body.equations = _in_order(kept)
+            new.append(eqn.replace(invars=read, outvars=written, source_info=gone[0].source_info))
+        body.equations.exchange(gone, new)
+        self.tree.homes |= {var: (body, eqn) for eqn in new for var in eqn.outvars if not isinstance(var, DropVar)}
         self._mark(body)
         return found
+
+    def _traced(self, kind: Hashable, function: Callable[..., Sequence[Any]], operands: Sequence[Var]) -> ClosedJaxpr:
+        types = tuple((aval_of(x).shape, aval_of(x).dtype) for x in operands)
+        if kind is not None and (kind, types) in self._made:
+            return self._made[kind, types]
+        made = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types))
+        assert not made.consts, "the function closes over no arrays"
+        if kind is not None:
+            self._made[kind, types] = made
+        return made
 
     # The jaxpr.
 
@@ -245,30 +247,3 @@ def _applied(closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
         made[atom] if isinstance(atom, Var) else jax.numpy.asarray(atom.val, aval_of(atom).dtype)
         for atom in jaxpr.outvars
     ]
-
-
-def _in_order(equations: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Each equation behind those that make its operands, and otherwise as they were.
-
-    Raises:
-        NotAvailable: an equation needs what it makes.
-    """
-    makers = {var: eqn for eqn in equations for var in eqn.outvars}
-    done, begun, found = set[int](), set[int](), list[JaxprEqn]()
-    for start in equations:
-        waiting = [start]
-        while waiting:
-            eqn = waiting[-1]
-            before = [makers[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in makers]
-            missing = [one for one in before if id(one) not in done]
-            if missing and id(eqn) in begun:
-                raise NotAvailable
-            begun.add(id(eqn))
-            if missing:
-                waiting += missing
-                continue
-            waiting.pop()
-            if id(eqn) not in done:
-                done.add(id(eqn))
-                found.append(eqn)
-    return found

@@ -8,6 +8,7 @@ without any, and of logits as large as `LARGE`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +18,14 @@ import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Var, aval_of
 from autoshard.recognition.bodies import Tree
+from autoshard.recognition.likeness import Likeness, Proofs, said_in
 from autoshard.recognition.masks import Mask, Visible, visible
 from autoshard.recognition.probe import FOLLOWED, Probe
 from autoshard.recognition.small_arrays import SMALL, Roles, SmallArray, UnknownEquation, evaluated
 
 LARGE = 1e6  # a mask hides keys among logits of this size, or it is left as it is
 MOST_EQUATIONS = 300  # between two products
+_EXPONENTIALS = ("exp", "exp2")
 _ORDINARY = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.BF16_BF16_F32)  # as operations compute it
 
 
@@ -45,6 +48,30 @@ class Weights:
     masks: tuple[Mask, ...] = ()
     visible: Visible = field(default_factory=Visible)
     stops_at_numbers: bool = False  # whether what is added is a bias, whatever it is made of
+    roles: Roles = ()  # of the weights
+    proofs: Proofs = field(default_factory=Proofs)
+    likeness: Likeness = field(default_factory=lambda: Likeness((), ()))  # of the weights to others
+
+    @property
+    def kind(self) -> int:
+        """Weights of one kind differ by their variables alone."""
+        return self.proofs.kind(self.likeness)
+
+    def of_others(self, scores: JaxprEqn, like: Likeness) -> Weights:
+        """The weights that are made alike, of another product of queries and keys."""
+        names = self.likeness.renamed(like)
+        rest = tuple((names[var], roles, flag) for var, roles, flag in self.visible.rest)
+        return replace(
+            self,
+            made=names[self.made],
+            scores=scores,
+            query=names[self.query],
+            key=names[self.key],
+            biases=tuple((names[var], roles, factor) for var, roles, factor in self.biases),
+            masks=tuple((names[var], roles, flag) for var, roles, flag in self.masks),
+            visible=replace(self.visible, rest=rest),
+            likeness=like,
+        )
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -119,7 +146,7 @@ def aligned(x: SmallArray, order: Sequence[str]) -> np.ndarray:
 
 def all_weights(tree: Tree) -> Iterator[Weights]:
     """The attention weights that products read."""
-    seen = set[Var]()
+    seen, proofs, exponentials = set[Var](), Proofs(), _Exponentials(tree)
     for body in tree.root.all():
         for eqn in body.equations:
             if eqn.primitive.name != "dot_general":
@@ -127,21 +154,55 @@ def all_weights(tree: Tree) -> Iterator[Weights]:
             for atom in eqn.invars:
                 if isinstance(atom, Var) and (origin := tree.origin(atom)) not in seen:
                     seen.add(origin)
-                    if (found := _weights_of(tree, origin)) is not None:
+                    found = _weights_of(tree, origin, proofs) if exponentials.lead_to(origin) else None
+                    if found is not None:
                         yield found
 
 
-def _weights_of(tree: Tree, made: Var) -> Weights | None:
+@dataclass
+class _Exponentials:
+    """The values to which exponentials lead, without products between."""
+
+    tree: Tree
+    known: dict[Var, bool] = field(default_factory=dict)
+
+    def lead_to(self, origin: Var) -> bool:
+        waiting = [origin]
+        while waiting:
+            var = waiting[-1]
+            _, eqn = self.tree.homes.get(var, (None, None))
+            if var in self.known or eqn is None or eqn.primitive.name not in FOLLOWED:
+                self.known.setdefault(var, False)
+                waiting.pop()
+                continue
+            before = [self.tree.origin(atom) for atom in eqn.invars if isinstance(atom, Var)]
+            missing = [one for one in before if one not in self.known]
+            waiting += missing
+            if not missing:
+                self.known[var] = eqn.primitive.name in _EXPONENTIALS or any(self.known[one] for one in before)
+        return self.known[origin]
+
+
+def _weights_of(tree: Tree, made: Var, proofs: Proofs) -> Weights | None:
     for scores in _products_before(tree, made):
-        if not is_ordinary(scores):
+        if not is_ordinary(scores) or not all(isinstance(atom, Var) for atom in scores.invars):
             continue
-        for stops in (False, True):
-            try:
-                found = _proven(tree, made, scores, stops)
-            except UnknownEquation:
-                found = None
-            if found is not None:
-                return found
+        ends = [*(atom for atom in scores.invars if isinstance(atom, Var)), scores.outvars[0]]
+        like = Likeness.of(tree, ends, [made], said_in(scores))
+        found = proofs.once(like.said, functools.partial(_shown, tree, made, scores, proofs, like))
+        if found is not None:
+            return found.of_others(scores, like)
+    return None
+
+
+def _shown(tree: Tree, made: Var, scores: JaxprEqn, proofs: Proofs, like: Likeness) -> Weights | None:
+    for stops in (False, True):
+        try:
+            found = _proven(tree, made, scores, stops)
+        except UnknownEquation:
+            found = None
+        if found is not None:
+            return replace(found, roles=found.probe(0).value(made).roles, proofs=proofs, likeness=like)
     return None
 
 
@@ -163,7 +224,7 @@ def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:
         if eqn.primitive.name == "dot_general":
             products.append(eqn)
         elif eqn.primitive.name in FOLLOWED:
-            has_exp |= eqn.primitive.name in ("exp", "exp2")
+            has_exp |= eqn.primitive.name in _EXPONENTIALS
             waiting += [atom for atom in eqn.invars if isinstance(atom, Var)]
     return products if has_exp and len(seen) < MOST_EQUATIONS else []
 

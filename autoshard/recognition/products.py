@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
-from autoshard.recognition.bodies import Body
+from autoshard.recognition.bodies import Body, Tree
+from autoshard.recognition.likeness import Likeness, said_in
 from autoshard.recognition.matching import Weights, aligned, is_ordinary, same
 from autoshard.recognition.probe import Probe
 from autoshard.recognition.small_arrays import Roles, UnknownEquation, evaluated
@@ -59,9 +61,10 @@ class _WeightProduct:
 
 
 def _reads(
-    weights: Weights, body: Body, origin: Var, roles: Roles, free_role: str
-) -> Iterator[tuple[JaxprEqn, _WeightProduct]]:
-    for eqn in body.equations:
+    weights: Weights, readers: Iterable[tuple[Body, JaxprEqn]], origin: Var, roles: Roles, free_role: str
+) -> Iterator[tuple[Body, JaxprEqn, _WeightProduct]]:
+    """The products of a value, which has these roles, among what reads it."""
+    for body, eqn in readers:
         if eqn.primitive.name != "dot_general" or not is_ordinary(eqn):
             continue
         for side, atom in enumerate(eqn.invars):
@@ -81,7 +84,7 @@ def _reads(
             found |= {i: (free_role,) if shape[i] > 1 else () for i in free}
             other_roles = tuple(found[i] for i in range(len(shape)))
             contracted, shared = (tuple(roles[i] for i in dims if roles[i]) for dims in (gone, both))
-            yield eqn, _WeightProduct(other, contracted, shared, other_roles)
+            yield body, eqn, _WeightProduct(other, contracted, shared, other_roles)
 
 
 def _flat(dims: Roles) -> set[str]:
@@ -90,88 +93,131 @@ def _flat(dims: Roles) -> set[str]:
 
 def outputs(weights: Weights) -> Iterator[Output]:
     """The products of weights and values, in all bodies."""
-    probe = weights.probe(0)
-    roles = probe.value(weights.made).roles
-    for body in weights.tree.root.all():
-        for eqn, read in _reads(weights, body, weights.made, roles, VALUE):
-            if read.gone == ((weights.keys,),) and _flat(read.both) == set(weights.batch):
-                probe.put(read.other, read.other_roles)
-                operands = [probe.value(atom) for atom in eqn.invars]
-                made = evaluated(eqn, operands, weights.true)
-                yield Output(body, eqn, weights.tree.origin(read.other), read.other_roles, made.roles)
+    for body, eqn, read in _reads_of_weights(weights):
+        if read.gone == ((weights.keys,),) and _flat(read.both) == set(weights.batch):
+            roles = _roles(weights, eqn, read)
+            yield Output(body, eqn, weights.tree.origin(read.other), read.other_roles, roles)
+
+
+def _reads_of_weights(weights: Weights) -> Iterator[tuple[Body, JaxprEqn, _WeightProduct]]:
+    readers = weights.tree.readers(weights.made)
+    return _reads(weights, readers, weights.made, weights.roles, VALUE)
+
+
+def _roles(weights: Weights, product: JaxprEqn, read: _WeightProduct) -> Roles:
+    """Those of a product that reads the weights."""
+
+    def shown() -> Roles:
+        probe = weights.probe(0)
+        probe.value(weights.made)
+        probe.put(read.other, read.other_roles)
+        return evaluated(product, [probe.value(atom) for atom in product.invars], weights.true).roles
+
+    side = product.invars.index(read.other)
+    return weights.proofs.once(("roles", weights.kind, said_in(product), side, read.other_roles), shown)
 
 
 def backwards(weights: Weights) -> Iterator[Backward]:
     """The backward passes, in all bodies, each shown to be one on small arrays."""
-    probe = weights.probe(0)
-    roles = probe.value(weights.made).roles
     summed = {weights.rows, *weights.each}
-    for body in weights.tree.root.all():
-        for eqn, read in list(_reads(weights, body, weights.made, roles, VALUE)):
-            if _flat(read.gone) == summed and _flat(read.both) == set(weights.batch):
-                found = _backward(weights, body, eqn, read)
-                if found is not None:
-                    yield found
+    for body, eqn, read in list(_reads_of_weights(weights)):
+        if _flat(read.gone) == summed and _flat(read.both) == set(weights.batch):
+            found = _backward(weights, body, eqn, read)
+            if found is not None:
+                yield found
 
 
 def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _WeightProduct) -> Backward | None:
     """The backward pass around a product of weights and a cotangent, which is the gradient of the values."""
     tree = weights.tree
     cotangent = tree.origin(read.other)
-    for eqn, met in _reads(weights, body, cotangent, read.other_roles, weights.keys):
+    for _, eqn, met in _reads(weights, _readers_in(body, tree, cotangent), cotangent, read.other_roles, weights.keys):
         if met.gone != ((VALUE,),) or _flat(met.both) != set(weights.batch) or eqn is of_value:
             continue
-        probes = [_told(weights, seed, cotangent, read.other_roles, met.other, met.other_roles, eqn) for seed in (6, 7)]
-        found: dict[int, Gradient] = {}
-        roles = evaluated(of_value, [probes[0].value(atom) for atom in of_value.invars], weights.true).roles
-        found[2] = Gradient(of_value, roles, 1.0)
+        told = _Told(weights, cotangent, read.other_roles, tree.origin(met.other), met.other_roles, eqn)
+        found = {2: Gradient(of_value, _roles(weights, of_value, read), 1.0)}
         for operand, other in ((0, weights.key), (1, weights.query)):
-            for product in body.equations:
-                gradient = _gradient(weights, operand, other, product, probes, met.other, cotangent)
+            for _, product in _readers_in(body, tree, other):
+                gradient = _gradient(told, operand, other, product)
                 if gradient is not None:
                     found[operand] = gradient
                     break
         if len(found) > 1:
-            value = tree.origin(met.other)
-            return Backward(body, read.other, read.other_roles, value, met.other_roles, found)
+            return Backward(body, read.other, read.other_roles, told.value, met.other_roles, found)
     return None
 
 
-def _told(
-    weights: Weights, seed: int, cotangent: Var, of_cotangent: Roles, value: Var, of_value: Roles, product: JaxprEqn
-) -> Probe:
-    """A probe of the forward pass, with a cotangent and its product with the values."""
-    probe = weights.probe(seed)
-    probe.value(weights.made)
-    probe.takes_leaves = False
-    for var, roles in ((cotangent, of_cotangent), (value, of_value)):
-        probe.put(var, roles)
-    made = evaluated(product, [probe.value(atom) for atom in product.invars], weights.true)
-    probe.put(product.outvars[0], made.roles, made.array)
-    probe.forget()
-    return probe
+def _readers_in(body: Body, tree: Tree, origin: Var) -> list[tuple[Body, JaxprEqn]]:
+    return [(home, eqn) for home, eqn in tree.readers(origin) if home is body]
 
 
-def _gradient(
-    weights: Weights, operand: int, other: Var, product: JaxprEqn, probes: list[Probe], value: Var, cotangent: Var
-) -> Gradient | None:
+@dataclass(eq=False)
+class _Told:
+    """The forward pass, with a cotangent and its product with the values."""
+
+    weights: Weights
+    cotangent: Var  # by origin, as the value
+    of_cotangent: Roles
+    value: Var
+    of_value: Roles
+    product: JaxprEqn
+
+    @property
+    def ends(self) -> list[Var]:
+        """What the backward pass is made of."""
+        return [*self.weights.likeness.values, self.cotangent, self.value, self.product.outvars[0]]
+
+    @property
+    def kind(self) -> Hashable:
+        origins = [self.weights.tree.origin(atom) for atom in self.product.invars]
+        side = origins.index(self.value)
+        return self.weights.kind, self.of_cotangent, self.of_value, said_in(self.product), side
+
+    @cached_property
+    def probes(self) -> list[Probe]:
+        """The same with two seeds."""
+        return [self._probe(seed) for seed in (6, 7)]
+
+    def _probe(self, seed: int) -> Probe:
+        probe = self.weights.probe(seed)
+        probe.value(self.weights.made)
+        probe.takes_leaves = False
+        for var, roles in ((self.cotangent, self.of_cotangent), (self.value, self.of_value)):
+            probe.put(var, roles)
+        made = evaluated(self.product, [probe.value(atom) for atom in self.product.invars], self.weights.true)
+        probe.put(self.product.outvars[0], made.roles, made.array)
+        probe.forget()
+        return probe
+
+
+def _gradient(told: _Told, operand: int, other: Var, product: JaxprEqn) -> Gradient | None:
     """A product of logits' gradients with keys or queries; None if it is none."""
-    tree = weights.tree
+    tree = told.weights.tree
     if product.primitive.name != "dot_general" or len(product.invars) != 2:
         return None
     variables = [atom for atom in product.invars if isinstance(atom, Var)]
     rest = [atom for atom in variables if tree.origin(atom) != other]
-    if len(variables) != 2 or len(rest) != 1 or not probes[0].follows(rest[0]):
+    if len(variables) != 2 or len(rest) != 1:
+        return None
+    like = Likeness.of(tree, told.ends, variables, told.kind, operand, said_in(product))
+    shown = told.weights.proofs.once(like.said, lambda: _roles_and_factor(told, operand, rest[0], product))
+    return None if shown is None else Gradient(product, *shown)
+
+
+def _roles_and_factor(told: _Told, operand: int, other: Var, product: JaxprEqn) -> tuple[Roles, float] | None:
+    """Of a gradient of queries or keys, from its operand that is no key or query; None if it is none."""
+    weights, probes = told.weights, told.probes
+    if not probes[0].follows(other):
         return None
     factors = list[float]()
     roles: Roles = ()
     for probe in probes:
         try:
-            of_logits = probe.value(rest[0])
+            of_logits = probe.value(other)
             if not {weights.rows, weights.keys} <= _flat(of_logits.roles):
                 return None
             made = evaluated(product, [probe.value(atom) for atom in product.invars], weights.true)
-            expected, order = _expected(weights, operand, probe, value, cotangent)
+            expected, order = _expected(weights, operand, probe, told.value, told.cotangent)
             found, roles = aligned(made, order), made.roles
         except UnknownEquation:
             return None
@@ -181,7 +227,7 @@ def _gradient(
         factors.append(factor)
     if abs(factors[0] - factors[1]) > 1e-6 * abs(factors[0]):
         return None
-    return Gradient(product, roles, 1.0 if abs(factors[0] - 1) < 1e-6 else factors[0])
+    return roles, 1.0 if abs(factors[0] - 1) < 1e-6 else factors[0]
 
 
 def _expected(

@@ -22,8 +22,10 @@ from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.recognition.arranging import Groups, arranged, combined, put_back
 from autoshard.recognition.bodies import Body, Tree, values_needed
-from autoshard.recognition.editing import Editor, NotAvailable
+from autoshard.recognition.editing import Editor
+from autoshard.recognition.equations import NotAvailable
 from autoshard.recognition.experts import with_experts
+from autoshard.recognition.likeness import type_of
 from autoshard.recognition.matching import Weights, all_weights
 from autoshard.recognition.products import VALUE, Backward, Output, backwards, outputs
 from autoshard.recognition.small_arrays import UnknownEquation
@@ -213,7 +215,8 @@ def _forward(editor: Editor, call: _Call, out: Output) -> tuple[Var, Var]:
         output, statistics = call.operation()(*inputs)
         return put_back(output, call.output, out.roles, aval_of(result), sizes), output, statistics
 
-    found = editor.replace(body, [out.product], forward, operands, [result, None, None])
+    kind = "forward", w.kind, out.value_roles, out.roles, type_of(result)
+    found = editor.replace(body, [out.product], forward, operands, [result, None, None], kind)
     return found[1], found[2]
 
 
@@ -252,4 +255,9 @@ def _backward(editor: Editor, call: _Call, back: Backward, made: _Made) -> None:
         return found
 
     results: list[Any] = [one.outvars[0] for one in gone]
-    editor.replace(body, gone, backward, [*operands, *(saved or ()), back.cotangent], results)
+    made_as = tuple(
+        (i, back.gradients[i].factor, back.gradients[i].roles, type_of(one))
+        for i, one in zip(wanted, results, strict=True)
+    )
+    kind = "backward", w.kind, back.value_roles, back.cotangent_roles, saved is None, made_as
+    editor.replace(body, gone, backward, [*operands, *(saved or ()), back.cotangent], results, kind)

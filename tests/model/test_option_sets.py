@@ -121,10 +121,12 @@ def test_of_a_call_with_implementations_only_what_is_offered_is_priced():
         assert len(list(itertools.groupby(map(place_in(one).get, AXES)))) <= 2
     rings = [len(place_in(one)) for one in blocks if one.run.name == "ring"]
     assert rings and set(rings) == {len(AXES)}  # what leaves an axis idle is not traced where heads can use it
-    chosen = next(one for one in every if one.run.name == "ulysses_ring" and len(place_in(one)) == 3)
-    near = OptionSet((), {group.index: place_in(chosen)}, changes=1).choices
-    offered = operation_strategies(group, mesh, near, place_in(chosen))
-    assert chosen.run in [one.run for one in offered] and len(offered) < len(every) / 4
+    assert not any(one.run.name == "ulysses_ring" for one in blocks)  # which splits what one of both splits
+    assert all(len(place_in(one)) == len(AXES) for one in every if one.run.name == "ring")
+    full = next(place_in(one) for one in every if one.run.name == "ulysses_ring")
+    chosen = {axis: full[axis] for axis in AXES[1:]}  # but if it was chosen, it is kept
+    offered = operation_strategies(group, mesh, OptionSet((), {group.index: chosen}, changes=1).choices, chosen)
+    assert chosen in [place_in(one) for one in offered if one.run.name] and len(offered) < len(every) / 4
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "h100:2x4", "cpu:8"])

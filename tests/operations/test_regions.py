@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,22 @@ from cases import normal
 from equality import assert_equal
 from jax import lax
 from jax.experimental import pallas
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
 import autoshard as library
 from autoshard import autoshard, operation
 from autoshard.mesh.targets import target_mesh
+from autoshard.model.formulating import formulate
+from autoshard.model.grouping import groups_of
+from autoshard.model.regions.pricing import Regions
+from autoshard.model.regions.strategies import is_call
+from autoshard.operations.running import Call
+from autoshard.operations.split import Run
+from autoshard.options import options_of
 from autoshard.propagation import registry
+from autoshard.propagation.registry import rule_of, rules_for
 
 SHAPE = {"x": 4, "y": 2}
 X, W = normal(64, 32), normal(32, 32, seed=1)
@@ -103,3 +113,51 @@ def test_a_region_with_other_collectives_is_caught(monkeypatch):
     monkeypatch.setattr("autoshard.model.regions.pricing._KIND_OF_PRIMITIVE", {})
     with pytest.raises(AssertionError):
         test_a_shard_map_is_predicted()
+
+
+SEQUENCES = [Run("", (("b", ("x", "y")),)), Run("zigzag", (("b", ("x",)), ("ring", ("y",))))]
+HEADS = [Run("", (("b", ("x",)), ("g", ("y",)))), Run("zigzag", (("g", ("x",)), ("ring", ("y",))))]
+ROWS = [Run("", (("q", ("x", "y")),)), Run("zigzag", (("ring", ("x", "y")),))]
+
+
+def priced_runs(machine, runs):
+    """What each run costs of attention's forward and backward pass, as if no other were known."""
+    shape = {"x": 2, "y": 4}
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    options = options_of(mesh, topology=machine)
+    rows = [jax.ShapeDtypeStruct((8, 1024, heads, 64), jnp.bfloat16) for heads in (16, 8, 8)]
+    loss = jax.grad(lambda rows: library.ops.attention(*rows, is_causal=True).astype(jnp.float32).sum())
+    program = autoshard(loss, mesh=mesh, topology=machine).trace(rows)
+    groups = [one for one in groups_of(program, rules_for(program), options.backend, shape) if is_call(one)]
+    regions = Regions(program, shape, options.topology, options.backend, formulate)
+    found = []
+    for group in groups:
+        known = group.equations[0].params["operation"].priced
+        for run in runs:
+            known.clear()
+            found.append(regions.of(group, run))
+        known.clear()
+    return found
+
+
+@pytest.mark.parametrize("machine", ["v5e:2x4", "cpu:8"])
+def test_sequences_and_heads_cost_the_same(machine):
+    """A price of one split of both is taken for that of another; splits of rows cost something else."""
+    sequences = priced_runs(machine, SEQUENCES)
+    assert sequences == priced_runs(machine, HEADS)
+    assert all(one != other for one, other in zip(sequences, priced_runs(machine, ROWS), strict=True))
+
+
+def test_they_are_priced_once():
+    mesh = mesh_of({"x": 2, "y": 4})
+    rows = [jax.ShapeDtypeStruct((8, 1024, heads, 64), jnp.bfloat16) for heads in (16, 8, 8)]
+    (equation,) = (
+        one
+        for one in autoshard(library.ops.attention, mesh=mesh).trace(*rows).equations
+        if one.primitive == "operation"
+    )
+    call, rule = Call.of(equation, rule_of(equation)), rule_of(equation)
+    names = {run: call.interchangeable(run) for run in (*SEQUENCES, *HEADS)}
+    assert set(names.values()) == {frozenset("bg")}
+    with_bias = replace(rule, operands=(*rule.operands, (("g",), ("q",))))
+    assert not replace(call, rule=with_bias).interchangeable(HEADS[0])  # an array of heads alone

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax._src import config
 from jax._src.interpreters import partial_eval
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
@@ -234,7 +235,8 @@ def _ran(jitted: Callable, args: Sequence, pipeline: str) -> Any:
 
 
 def _lowered(jitted: Callable, args: Sequence) -> Any:
-    return jitted.trace(*args).lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
+    with config.traceback_in_locations_limit(0):  # a location is then a name stack, which is quick to print
+        return jitted.trace(*args).lower(lowering_platforms=("tpu",)).compiler_ir("stablehlo")
 
 
 def _layout(attributes: str, rank: int, mesh: MeshShape) -> Layout:

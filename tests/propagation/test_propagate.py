@@ -1,8 +1,10 @@
 """Propagation against Shardy's own pipeline, and by its properties."""
 
+import functools
 import math
 import re
 from collections import Counter
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -28,27 +30,51 @@ MESH = {"x": 4, "y": 2}
 BOUNDARIES = {"branch_const", "branch_join", "scan_carry", "scan_const", "scan_slice", "scan_stack"}
 
 
-def spread(fn, args, specs, mesh=MESH):
-    """The program, and how propagation lays it out."""
-    program = trace(fn, tuple(args), {}, merges=False)
-    fixed = shardy.fixed_layouts(program, specs)
-    found = propagate_layouts(program, rules_for(program), mesh, fixed)
-    for value, layout in fixed.items():
-        assert found.values[value] == layout
-    return program, found
+class Traced:
+    """A function as we read it, and as Shardy does, for any specs of its arguments."""
+
+    def __init__(self, fn, args, mesh=MESH):
+        self.fn, self.args, self.mesh = fn, tuple(args), mesh
+        self.program = trace(fn, self.args, {}, merges=False)
+
+    @cached_property
+    def rules(self):
+        return rules_for(self.program)
+
+    @cached_property
+    def lowered(self):
+        return shardy.LoweredFunction(self.fn, self.args, self.mesh)
+
+    @cached_property
+    def values(self):
+        """How many values the equations make."""
+        equations = (equation for equation in self.program.equations if equation.primitive not in BOUNDARIES)
+        return sum(len(equation.outputs) for equation in equations)
+
+    def spread(self, specs):
+        """How propagation lays the program out."""
+        fixed = shardy.fixed_layouts(self.program, specs)
+        found = propagate_layouts(self.program, self.rules, self.mesh, fixed)
+        for value, layout in fixed.items():
+            assert found.values[value] == layout
+        return found
 
 
 def check_against_shardy(fn, args, specs, mesh=MESH, changed=None):
+    return compare(Traced(fn, args, mesh), specs, changed)
+
+
+def compare(traced, specs, changed=None):
     """Asserts that arguments and results lie as Shardy has them; the number of inner values compared, and those that
     lie otherwise.
 
     `changed` alters the layout of one of our results, to see the check fail.
     """
-    program, found = spread(fn, args, specs, mesh)
+    program, found = traced.program, traced.spread(specs)
     results = list(found.results)
     if changed is not None:
         results[changed] = tuple(axes[:-1] for axes in results[changed])
-    theirs = shardy.propagated(fn, args, specs, mesh)
+    theirs = traced.lowered.propagated(specs)
     assert [found.values[value.id] for value in program.arguments] == theirs.arguments
     assert results == theirs.results
     compared, others = 0, []
@@ -199,6 +225,7 @@ def test_the_oracle_sees_a_difference():
 # How a person would start: only some arguments, by the name of the parameter.
 STEPS = {  # name: model, pattern of the argument's name -> spec
     "data parallel": ("mlp", {"^batch": P("x")}),
+    "mlp, all weights": ("mlp", {r"params/\d/w": P("x"), r"^batch": P("x")}),
     "cnn": ("cnn", {"^batch": P("x")}),
     "gpt, data parallel": ("gpt", {"^batch": P("x")}),
     "gpt, Megatron": (
@@ -212,61 +239,61 @@ STEPS = {  # name: model, pattern of the argument's name -> spec
         },
     ),
     "gpt, vocabulary": ("gpt", {r"state/0/embed.*embedding": P("y"), r"^batch": P("x")}),
+    "gpt, all matrices": ("gpt", {r"state/0.*(kernel|embedding)": P("x"), r"^batch": P("x")}),
     "lstm": ("lstm", {r"^batch/x": P("x"), r"state/0.*h./kernel": P(None, "y")}),
     "moe, experts": ("moe", {r"state/0/(up|down)": P("x"), r"^batch": P("x")}),
     "tied": ("tied", {r"state/0/embedding": P("x"), r"^batch": P("y")}),
-    "mlp, all weights": ("mlp", {r"params/\d/w": P("x"), r"^batch": P("x")}),
-    "gpt, all matrices": ("gpt", {r"state/0.*(kernel|embedding)": P("x"), r"^batch": P("x")}),
 }
 
 
-def check_step(model, specs):
+@functools.lru_cache(maxsize=1)  # tests of one model follow each other
+def traced_model(kind, name):
+    model = {"models": MODELS, "more": MORE_MODELS, "small": SMALL}[kind][name]()
+    return Traced(model.step, (model.state, model.batches(0)))
+
+
+def check_step(traced, specs):
     """Asserts that a train step's results lie as Shardy has them, and 99 of 100 inner values."""
-    args = (model.state, model.batches(0))
-    compared, others = check_against_shardy(model.step, args, specs)
-    equations = trace(model.step, args, {}).equations
-    values = sum(len(equation.outputs) for equation in equations if equation.primitive not in BOUNDARIES)
-    assert compared > 0.8 * values
+    compared, others = compare(traced, specs)
+    assert compared > 0.8 * traced.values
     assert len(others) <= 0.01 * compared, "\n".join(others)
 
 
-def named_specs(model, rules):
+def named_specs(traced, rules):
     """For each flat argument the spec of the first pattern that its path fits, or None."""
-    names = [value.name for value in trace(model.step, (model.state, model.batches(0)), {}).arguments]
+    names = [value.name for value in traced.program.arguments]
     return [next((spec for pattern, spec in rules.items() if re.search(pattern, name)), None) for name in names]
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_train_steps_as_shardy(name):
     model_name, rules = STEPS[name]
-    model = MODELS[model_name]()
-    check_step(model, named_specs(model, rules))
+    traced = traced_model("models", model_name)
+    check_step(traced, named_specs(traced, rules))
 
 
 @pytest.mark.parametrize("state_too", [False, True])
 @pytest.mark.parametrize("model_name", MORE_MODELS)
 def test_more_train_steps_as_shardy(model_name, state_too):
     """Data parallel; and with the state split as well, each array over its last dim that y divides."""
-    model = MORE_MODELS[model_name]()
-    batch = [P("x") if np.ndim(x) else None for x in jax.tree.leaves(model.batches(0))]
-    state = [None] * len(jax.tree.leaves(model.state))
-    if state_too:
-        state = [last_dim(np.shape(x)) for x in jax.tree.leaves(model.state)]
-    check_step(model, state + batch)
+    traced = traced_model("more", model_name)
+    state, batch = map(jax.tree.leaves, traced.args)
+    specs = [last_dim(np.shape(x)) if state_too else None for x in state]
+    check_step(traced, specs + [P("x") if np.ndim(x) else None for x in batch])
 
 
 @pytest.mark.parametrize("name", ["gpt scan", "gpt remat", "lstm"])
 def test_loops_under_fsdp_as_shardy(name):
     """Batch and weights want the same axes: who comes first at the carry of a loop decides for all that is inside."""
-    model, axes = SMALL[name](), tuple(MESH)
+    traced, axes = traced_model("small", name), tuple(MESH)
 
     def largest(x):
         dims = [dim for dim, size in enumerate(np.shape(x)) if size % math.prod(MESH.values()) == 0]
         split = max(dims, key=lambda dim: np.shape(x)[dim], default=None)
         return P(*(axes if dim == split else None for dim in range(np.ndim(x))))
 
-    state = list(map(largest, jax.tree.leaves(model.state)))
-    check_step(model, state + [P(axes) for _ in jax.tree.leaves(model.batches(0))])
+    state, batch = map(jax.tree.leaves, traced.args)
+    check_step(traced, [*map(largest, state), *(P(axes) for _ in batch)])
 
 
 def last_dim(shape):
@@ -291,9 +318,9 @@ def random_specs(shapes, rng):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize("model_name", ["mlp", "moe", "tied"])
 def test_any_specs_as_shardy(model_name, seed):
-    model = MODELS[model_name]()
-    shapes = [np.shape(x) for x in jax.tree.leaves((model.state, model.batches(0)))]
-    check_step(model, random_specs(shapes, np.random.default_rng(seed)))
+    traced = traced_model("models", model_name)
+    shapes = [np.shape(x) for x in jax.tree.leaves(traced.args)]
+    check_step(traced, random_specs(shapes, np.random.default_rng(seed)))
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
@@ -320,10 +347,10 @@ def test_random_programs_as_shardy(count):
 
 @pytest.mark.parametrize("model_name", MODELS)
 def test_every_layout_is_one_and_a_fixed_point(model_name):
-    model = MODELS[model_name]()
-    args = (model.state, model.batches(0))
-    specs = random_specs([np.shape(x) for x in jax.tree.leaves(args)], np.random.default_rng(5))
-    program, found = spread(model.step, args, specs)
+    traced = traced_model("models", model_name)
+    program = traced.program
+    specs = random_specs([np.shape(x) for x in jax.tree.leaves(traced.args)], np.random.default_rng(5))
+    found = traced.spread(specs)
     assert len(found.values) == len(program.values)
     for value in program.values:
         layout = found.values[value.id]
@@ -331,11 +358,11 @@ def test_every_layout_is_one_and_a_fixed_point(model_name):
         assert len(axes_of(layout)) == sum(map(len, layout)), "an axis twice"
         assert {origin.axis for origin in found.origins[value.id]} == axes_of(layout)
     fixed = {value.id: found.values[value.id] for value in program.values}
-    assert propagate_layouts(program, rules_for(program), MESH, fixed).values == found.values
+    assert propagate_layouts(program, traced.rules, MESH, fixed).values == found.values
 
 
 def test_nothing_fixed_nothing_split():
-    _, found = spread(attention, [array(8, 16, 64), *HEADS], [None] * 5)
+    found = Traced(attention, [array(8, 16, 64), *HEADS]).spread([None] * 5)
     assert not any(axes_of(layout) for layout in found.values.values())
 
 

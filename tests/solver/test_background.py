@@ -1,5 +1,7 @@
 """Compiled code is loaded once, in the background where a program is so large that it will be needed."""
 
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from autoshard import planning
 from autoshard.solver import run
 from autoshard.solver.local_search import large_search
 from autoshard.solver.runtime.background import begun, in_background, result_of
+from autoshard.solver.runtime.turns import turn
 
 
 def test_work_goes_on_beside():
@@ -67,3 +70,26 @@ def test_what_was_never_compiled_is_compiled_by_processes_beside(monkeypatch, co
     large_search.warm_up()
     assert len(started) == 2 * cold and len(warmed) == 2
     assert all(name in " ".join(started) for name in ("warm_up_searches", "warm_up_reductions")) or not cold
+
+
+def test_one_compiles_for_all():
+    """Who comes later waits for it, and for the processes that it has started."""
+
+    def come():
+        with turn("test"):
+            return True
+
+    with turn("test") as held:
+        other = begun(come)
+        child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, pass_fds=held)
+        with turn("other work"):
+            assert not other.done()
+    assert not other.done()  # the child has the turn
+    child.communicate(b"\n")
+    assert other.result(timeout=20)
+
+
+def test_nobody_waits_where_nothing_can_be_written(monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/proc/none")
+    with turn("test") as held:
+        assert held == ()

@@ -91,7 +91,7 @@ def test_options_that_are_taken_for_alike_are_noticed(monkeypatch):
 
 
 def test_a_table_that_is_left_out_is_noticed(monkeypatch):
-    monkeypatch.setattr(elimination, "_spread", lambda own, table, nodes: np.zeros([1] * len(nodes)))
+    monkeypatch.setattr(elimination.Turn, "of", lambda turn, table: np.zeros([1] * len(turn.shape)))
     with pytest.raises(AssertionError):
         for seed in range(20):
             assert_cheapest(ladder(3, 3, seed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,23 @@ class Memo:
             self.tick()
             self._results[key] = make(*args), args
         return self._results[key][0]
+
+
+class LastChoice:
+    """What was found of the choice that was asked about last, for as long as no other is asked about."""
+
+    def __init__(self) -> None:
+        self._choice: tuple[int, ...] | None = None
+        self._found: dict[str, Any] = {}
+
+    def once(self, what: str, choice: Sequence[int], make: Callable[[], Any]) -> Any:
+        """What `make()` returns, made once of a choice."""
+        choice = tuple(choice)
+        if choice != self._choice:
+            self._choice, self._found = choice, {}
+        if what not in self._found:
+            self._found[what] = make()
+        return self._found[what]
 
 
 def read_only(array: np.ndarray) -> np.ndarray:

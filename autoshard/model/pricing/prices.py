@@ -44,6 +44,7 @@ LAUNCH_SECONDS = 1e-6
 # One all_reduce is faster than its halves, a reduce_scatter and an all_gather: on 8 CPU devices these took 1.2 (16 KiB)
 # to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). The least is taken: halves only where they save.
 HALVES_FACTOR = 1.2
+_Moved = tuple[tuple[Step, ...], float, float]  # what a resharding takes: steps, seconds, those behind compute
 
 
 @dataclass(frozen=True)
@@ -283,11 +284,10 @@ class Prices:
         compute = 0.0 if self.waits_only else region.compute
         return Seconds(compute * group.trips, communication * group.trips, min(ahead, compute) * group.trips)
 
-    def _of(
-        self, value: Value, source: Layout, target: Layout, readers: Readers
-    ) -> tuple[tuple[Step, ...], float, float]:
+    def _of(self, value: Value, source: Layout, target: Layout, readers: Readers) -> _Moved:
         width, late = self.widths.moving(value, readers), value.id in self.weights
-        return self._pair(value.shape, width, source, target, late, self.images.get(value.id))
+        pair = value.shape, width, source, target, late, self.images.get(value.id)
+        return self.memo.once(lambda: self._pair(*pair), of=pair)
 
     def _pair(
         self,
@@ -297,7 +297,7 @@ class Prices:
         target: Layout,
         late: bool,
         image_dims: ImageDims | None,
-    ) -> tuple[tuple[Step, ...], float, float]:
+    ) -> _Moved:
         """The steps of a resharding, their seconds, and how many of these can run behind compute.
 
         Where a slice will do there are no steps, but it may be an operation of its own.

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -156,17 +156,16 @@ class Regions:
     def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
         """Equal for axes that do the same: they are found once, and named."""
         call = Call.of(equation, rule_of(equation))
-        reads, _ = call.layouts(run, self.mesh)
-        shapes = tuple(
-            (local_shape(x.shape, layout, self.mesh), x.dtype) for x, layout in zip(equation.inputs, reads, strict=True)
-        )
-        in_order = sorted(run.roles)
+        together = call.interchangeable(run)
+        in_order = sorted((role, names) for role, names in run.roles if role not in together)
         axes = tuple(itertools.chain(*(names for _, names in in_order)))
         roles = tuple((role, tuple(self.mesh[axis] for axis in names)) for role, names in in_order) if run.name else ()
-        key = call.static, call.batched, call.precision, shares, shapes, run.name, roles, self.machine
+        types = tuple(x.dtype for x in equation.inputs)
+        sizes = self._sizes(call, run, together)
+        key = call.static, call.batched, call.precision, shares, types, sizes, run.name, roles, self.machine
         known = call.operation.priced
         if key not in known:
-            known[key] = self._traced(call, run, equation, shapes, shares), axes
+            known[key] = self._traced(call, run, equation, shares), axes
         region, names = known[key]
         renamed = dict(zip(names, axes, strict=True)) if run.name else {}
         collectives = [
@@ -177,9 +176,18 @@ class Regions:
             collectives += self._sums(call, run, equation)
         return replace(region, collectives=tuple(collectives))
 
-    def _traced(self, call: Call, run: Run, equation: Equation, shapes: Sequence[tuple], shares: bool) -> Region:
+    def _sizes(self, call: Call, run: Run, together: Set[str]) -> tuple[tuple[str, int], ...]:
+        """Factor -> its size on one device, of interchangeable ones the product: they say the shapes there."""
+        assigned, sizes = call.assignment(run, self.mesh), call.rule.sizes
+        local = {factor: size // shards(assigned.get(factor, ()), self.mesh) for factor, size in sizes.items()}
+        product = math.prod(local.pop(factor) for factor in sorted(together))
+        return *local.items(), ("", product)
+
+    def _traced(self, call: Call, run: Run, equation: Equation, shares: bool) -> Region:
         """What the devices run of one call; without the sums of a split by the rule alone."""
-        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+        reads, _ = call.layouts(run, self.mesh)
+        pairs = zip(equation.inputs, reads, strict=True)
+        structs = [jax.ShapeDtypeStruct(local_shape(x.shape, layout, self.mesh), x.dtype) for x, layout in pairs]
         before = 0  # arrays that the local function closes over: they come before the operands
         if not run.name:
             region = self._read([jax.make_jaxpr(call.local(run, self.mesh))(*structs)])
@@ -190,7 +198,7 @@ class Regions:
             region = self._read(bodies, None if implementation is None else implementation.turns)
         if shares:
             forward = self.forward[equation.index]
-            done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shapes[: len(forward.inputs)], False)
+            done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shares=False)
             computes_again = not call.operation.is_written(run.name)
             region = region.after(done, before + len(forward.inputs), computes_again=computes_again)
         return self._said(call, run, region, structs)

@@ -176,9 +176,9 @@ def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], rep
 
 def _operations_ahead(group: Group) -> int:
     """How many operations run before the loop of a group, on less than the loop goes over and repeats."""
-    size = _size_of_loop(group)
-    if not group.fuses:
+    if not group.fuses or len(group.equations) == 1:
         return 0
+    size = _size_of_loop(group)
     sizes = ((e, max((math.prod(made.shape) for made in e.outputs), default=0)) for e in group.equations)
     ahead = [equation for equation, elements in sizes if 1 < elements < size]
     part: dict[int, set[int]] = {}  # value -> all that are computed with it

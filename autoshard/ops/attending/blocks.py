@@ -6,6 +6,9 @@ ring of devices goes on where the last one stopped (Liu et al., "Ring Attention"
 
 Shapes: queries ``[b, t, g, r, d]``, keys ``[b, s, g, d]``, values ``[b, s, g, v]``; `g` groups of `r` heads share keys.
 ``m, l`` are ``[b, g, r, t]`` and ``o`` is ``[b, t, g, r, v]``, all in the `wide` type of the queries.
+
+All of it is traced for every split that a planner prices. So blocks are written in `jax.lax`: functions of `jax.numpy`
+are traced as calls of their own for each new shape, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Softmax(NamedTuple):
 
     @property
     def output(self) -> jax.Array:
-        return self.o / jnp.moveaxis(self.l, 3, 1)[..., None]
+        return lax.div(self.o, _by_value(self.l))
 
 
 @functools.partial(
@@ -101,9 +104,10 @@ class Visibility:
         """Whether a query sees a key: ``[b or 1, g or 1, r or 1, t, s]``, or None for all."""
         found: list[jax.Array] = []
         count = self.key_positions.shape[0]
-        distance = self.query_positions[:, None] - self.key_positions[None, :]
+        if self.is_causal or self.window is not None:
+            distance = lax.expand_dims(self.query_positions, (1,)) - lax.expand_dims(self.key_positions, (0,))
         if self.is_causal:
-            found.append((distance >= 0)[None, None, None])
+            found.append(lax.expand_dims(distance >= 0, (0, 1, 2)))
         if self.window is not None:
             back, ahead = self.window
             found.append(((distance <= back) & (distance >= -ahead))[None, None, None])
@@ -128,15 +132,18 @@ class Visibility:
 
 
 def _columns(x: jax.Array, start: Any, count: int) -> jax.Array:
-    cut = x if x.shape[3] in (1, count) else lax.dynamic_slice_in_dim(x, start, count, 3)
-    return cut[:, :, None]
+    return lax.expand_dims(_cut_unless_one(x, start, count, 3), (2,))
 
 
 def _cut(x: jax.Array | None, start: Any, size: int, dim: int) -> Any:
-    return x if x is None or x.shape[dim] == size else lax.dynamic_slice_in_dim(x, start, size, dim)
+    if x is None or x.shape[dim] == size:
+        return x
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + size, axis=dim)
+    return lax.dynamic_slice_in_dim(x, start, size, dim, allow_negative_indices=False)
 
 
-def _cut_unless_one(x: jax.Array | None, start: Any, size: int, dim: int) -> jax.Array | None:
+def _cut_unless_one(x: jax.Array | None, start: Any, size: int, dim: int) -> Any:
     return x if x is None or x.shape[dim] == 1 else _cut(x, start, size, dim)
 
 
@@ -149,13 +156,47 @@ def _by_heads(x: jax.Array, groups: int, heads: int) -> jax.Array:
 def _logits(query: jax.Array, key: jax.Array, seeing: Visibility, scale: float) -> tuple[jax.Array, jax.Array | None]:
     """Logits of a block, masked ones `MASKED`, and which are seen."""
     _, _, g, r, _ = query.shape
-    found = jnp.einsum("btgrd,bsgd->bgrts", query, key, preferred_element_type=wide(query)) * scale
+    found = _product("bsgd,btgrd->bgrts", key, query, wide(query)) * scale
     if (added := seeing.added()) is not None:
         found = found + _by_heads(added, g, r).astype(found.dtype)
     seen = seeing.seen()
     if seen is not None and seen.shape[1] not in (1, g):
         seen = _by_heads(seen.reshape(seen.shape[0], -1, 1, *seen.shape[3:]), g, r)
-    return (found if seen is None else jnp.where(seen, found, MASKED)), seen
+    return (found if seen is None else _where(seen, found, MASKED)), seen
+
+
+def _where(seen: jax.Array, x: jax.Array, otherwise: float) -> jax.Array:
+    """`jnp.where` of a mask whose dims are those of `x` or 1."""
+    return lax.select(lax.broadcast_in_dim(seen, x.shape, range(x.ndim)), x, lax.full_like(x, otherwise))
+
+
+def _product(notation: str, one: jax.Array, other: jax.Array, dtype: Any) -> jax.Array:
+    """`jnp.einsum` of two arrays, in a wider type."""
+    dims, order = _dims_of_product(notation)
+    return lax.transpose(lax.dot_general(one, other, dims, preferred_element_type=dtype), order)
+
+
+@functools.cache
+def _dims_of_product(notation: str) -> tuple[tuple[Any, Any], tuple[int, ...]]:
+    """Contracted and batch dims as `lax.dot_general` takes them, and the order of its dims in the result."""
+    operands, result = notation.split("->")
+    one, other = operands.split(",")
+    shared = [name for name in one if name in other]
+    summed = [name for name in shared if name not in result]
+    batch = [name for name in shared if name in result]
+    made = [*batch, *(x for x in one if x not in other), *(x for x in other if x not in one)]
+    places = [(tuple(map(one.index, names)), tuple(map(other.index, names))) for names in (summed, batch)]
+    return (places[0], places[1]), tuple(map(made.index, result))
+
+
+def _by_key(x: jax.Array) -> jax.Array:
+    """What is known of rows, beside logits."""
+    return lax.expand_dims(x, (4,))
+
+
+def _by_value(x: jax.Array) -> jax.Array:
+    """The same, beside outputs: ``[b, g, r, t]`` to ``[b, t, g, r, 1]``."""
+    return lax.expand_dims(lax.transpose(x, (0, 3, 1, 2)), (4,))
 
 
 def attend(
@@ -163,11 +204,11 @@ def attend(
 ) -> Softmax:
     """The softmax after one more block of keys."""
     logits, _ = _logits(query, key, seeing, scale)
-    m = lax.stop_gradient(jnp.maximum(so_far.m, logits.max(-1)))
-    weights, kept = jnp.exp(logits - m[..., None]), jnp.exp(so_far.m - m)
-    l = so_far.l * kept + weights.sum(-1)  # noqa: E741
-    more = jnp.einsum("bgrts,bsgv->btgrv", weights.astype(value.dtype), value, preferred_element_type=wide(query))
-    return Softmax(m, l, so_far.o * jnp.moveaxis(kept, 3, 1)[..., None] + more)
+    m = lax.stop_gradient(lax.max(so_far.m, lax.reduce_max(logits, (4,))))
+    weights, kept = lax.exp(lax.sub(logits, _by_key(m))), lax.exp(lax.sub(so_far.m, m))
+    l = lax.add(lax.mul(so_far.l, kept), lax.reduce_sum(weights, (4,)))  # noqa: E741
+    more = _product("bsgv,bgrts->btgrv", value, lax.convert_element_type(weights, value.dtype), wide(query))
+    return Softmax(m, l, lax.add(lax.mul(so_far.o, _by_value(kept)), more))
 
 
 class Gradients(NamedTuple):
@@ -192,17 +233,16 @@ def gradients_of_block(
     query: jax.Array, key: jax.Array, value: jax.Array, saved: SoftmaxResiduals, seeing: Visibility, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """What one block adds to the gradients of queries, keys, values and logits."""
-    logits, seen = _logits(query, key, seeing, scale)
-    weights = jnp.exp(logits - saved.m[..., None]) / saved.l[..., None]
-    of_weights = jnp.einsum("btgrv,bsgv->bgrts", saved.cotangent, value, preferred_element_type=wide(query))
-    of_logits = weights * (of_weights - saved.delta[..., None])
+    (logits, seen), dtype = _logits(query, key, seeing, scale), wide(query)
+    weights = lax.div(lax.exp(lax.sub(logits, _by_key(saved.m))), _by_key(saved.l))
+    of_weights = _product("bsgv,btgrv->bgrts", value, saved.cotangent, dtype)
+    of_logits = lax.mul(weights, lax.sub(of_weights, _by_key(saved.delta)))
     if seen is not None:
-        of_logits = jnp.where(seen, of_logits, 0.0)
-    narrow = of_logits.astype(query.dtype)
-    widely = {"preferred_element_type": wide(query)}
-    of_query = jnp.einsum("bgrts,bsgd->btgrd", narrow, key, **widely) * scale
-    of_key = jnp.einsum("bgrts,btgrd->bsgd", narrow, query, **widely) * scale
-    of_value = jnp.einsum("bgrts,btgrv->bsgv", weights.astype(value.dtype), saved.cotangent, **widely)
+        of_logits = _where(seen, of_logits, 0.0)
+    narrow = lax.convert_element_type(of_logits, query.dtype)
+    of_query = _product("bsgd,bgrts->btgrd", key, narrow, dtype) * scale
+    of_key = _product("btgrd,bgrts->bsgd", query, narrow, dtype) * scale
+    of_value = _product("btgrv,bgrts->bsgv", saved.cotangent, lax.convert_element_type(weights, value.dtype), dtype)
     return of_query, of_key, of_value, of_logits
 
 
@@ -279,7 +319,11 @@ def swept(
 
 
 def _put(x: jax.Array, new: jax.Array, start: Any, dim: int) -> jax.Array:
-    return new if x.shape == new.shape else lax.dynamic_update_slice_in_dim(x, new, start, dim)
+    return (
+        new
+        if x.shape == new.shape
+        else lax.dynamic_update_slice_in_dim(x, new, start, dim, allow_negative_indices=False)
+    )
 
 
 def _added_to(x: jax.Array, more: jax.Array, start: Any, dim: int) -> jax.Array:

@@ -18,6 +18,7 @@ from autoshard.ops.attending.heads import Exchange
 from autoshard.ops.attending.operands import AttentionOperands, Rows, Variant, gradients_like, saved_of
 
 PARTS = "parts"
+_EITHER = frozenset("bg")  # a batch of sequences, or of groups of heads: blocks of them are computed alike
 
 
 class _Kind(NamedTuple):
@@ -81,6 +82,8 @@ def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ..
         return Rows(exchange.queries_back(found.output), *statistics).results
 
     made = operation.implementation(splits=dict.fromkeys(roles, "q k"), name=name, where=where)(local)
+    if heads.ROLE not in roles:  # those share out what a device has of the heads
+        made.interchangeable = _EITHER
 
     @made.backward
     def backward(split: CallSplit, *arrays: Any) -> tuple[jax.Array, ...]:
@@ -105,7 +108,15 @@ def _finished(split: CallSplit, found: Gradients, call: AttentionOperands, input
 
 
 def _add_split_keys(operation: Operation, variant: Variant) -> None:
-    """Keys in parts and all queries on each device, as one token reads a long cache (Dao, "Flash-Decoding", 2023)."""
+    """Keys in parts and all queries on each device, as one token reads a long cache (Dao, "Flash-Decoding", 2023).
+
+    The parts' outputs are summed up: 8 bytes an element, in float32. Where queries are split instead, keys, values and
+    outputs are gathered, of 4 bytes an element at most. These are fewer if a group has twice as many queries as keys.
+    """
+
+    def moves_less(split: CallSplit) -> bool:
+        sizes = split.sizes
+        return bool(sizes["q"] % split.count(PARTS)) or sizes["q"] * sizes["r"] < 2 * sizes["k"]
 
     def part(split: CallSplit, arrays: Any) -> AttentionOperands:
         call = AttentionOperands.of(variant, *arrays)
@@ -120,7 +131,8 @@ def _add_split_keys(operation: Operation, variant: Variant) -> None:
         o = lax.psum(found.o * jnp.moveaxis(kept, 3, 1)[..., None], axes)
         return Rows.of(Softmax(m, l, o), arrays[0]).results
 
-    made = operation.implementation(splits={PARTS: "k"}, name="split_keys")(local)
+    made = operation.implementation(splits={PARTS: "k"}, name="split_keys", where=moves_less)(local)
+    made.interchangeable = _EITHER
 
     @made.backward
     def backward(split: CallSplit, *arrays: Any) -> tuple[jax.Array, ...]:

@@ -61,7 +61,7 @@ def _at(call: AttentionOperands, moved: Any, step: Any, split: CallSplit) -> Att
     """The call with the keys that have arrived after so many steps."""
     key, value, segments = moved
     count, own, size = split.count(ROLE), split.index(ROLE), call.key.shape[1]
-    origin = (own - step) % count
+    origin = lax.rem(own - step + count, count)  # no more than a round: what `%` adds for less is left out
     positions = call.seeing.key_positions + (origin - own) * size
     seeing = replace(call.seeing, key_positions=positions, key_segments=segments, first_column=origin * size)
     return replace(call, key=key, value=value, seeing=seeing)
@@ -124,16 +124,19 @@ def to_zigzag(split: CallSplit, x: jax.Array, dim: int) -> jax.Array:
     first, second = _half_moves(split)
     axes, halves = split.axes(ROLE), jnp.split(x, 2, dim)
     even, odd = lax.ppermute(halves[0], axes, first), lax.ppermute(halves[1], axes, second)
-    is_even = split.index(ROLE) % 2 == 0
-    return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], dim)
+    is_even = _is_even(split)
+    return jnp.concatenate([_picked(is_even, even, odd), _picked(is_even, odd, even)], dim)
+
+
+def _is_even(split: CallSplit) -> Any:
+    return lax.rem(split.index(ROLE), 2) == 0
 
 
 def from_zigzag(split: CallSplit, x: jax.Array, dim: int) -> jax.Array:
     """The way back of `to_zigzag`."""
     first, second = _half_moves(split)
-    axes, (low, high) = split.axes(ROLE), jnp.split(x, 2, dim)
-    is_even = split.index(ROLE) % 2 == 0
-    even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
+    axes, (low, high), is_even = split.axes(ROLE), jnp.split(x, 2, dim), _is_even(split)
+    even, odd = _picked(is_even, low, high), _picked(is_even, high, low)
     back = [lax.ppermute(half, axes, [(b, a) for a, b in moves]) for half, moves in ((even, first), (odd, second))]
     return jnp.concatenate(back, dim)
 
@@ -177,7 +180,7 @@ def _keys(call: AttentionOperands, moved: Any) -> list[AttentionOperands]:
 
 
 def _picked(flag: Any, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(flag, a, b), one, other)
+    return jax.tree.map(lambda a, b: lax.select(flag, a, b), one, other)
 
 
 def _rows_of(saved: SoftmaxResiduals, size: int) -> list[SoftmaxResiduals]:
@@ -204,10 +207,14 @@ def _second(call: AttentionOperands, keys: list[AttentionOperands], is_earlier: 
     return replace(call, query=arrays[0], key=arrays[1], value=arrays[2], seeing=seeing)
 
 
+def _is_earlier(split: CallSplit, step: Any) -> Any:
+    """Whether the keys that arrive in a later turn come from an earlier device."""
+    return step <= split.index(ROLE)
+
+
 def zigzag(split: CallSplit, call: AttentionOperands) -> Softmax:
     """The softmax of a device's two halves of the queries, low and high, of a call in zigzag order."""
-    count, own, scale = split.count(ROLE), split.index(ROLE), call.variant.scale
-    seen = _all_seen(call)
+    count, scale, seen = split.count(ROLE), call.variant.scale, _all_seen(call)
     moved = call.key, call.value, call.seeing.key_segments
 
     def over(state: Softmax, one: AttentionOperands) -> Softmax:
@@ -221,7 +228,7 @@ def zigzag(split: CallSplit, call: AttentionOperands) -> Softmax:
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         low, high, moved = carry
         moved = _sent_on(split, moved)
-        is_earlier = (own - step) % count < own
+        is_earlier = _is_earlier(split, step)
         keys = _keys(seen, moved)
         high = over(high, _halves(keys[0])[1])
         found = over(_picked(is_earlier, low, high), _second(seen, keys, is_earlier))
@@ -234,7 +241,7 @@ def zigzag(split: CallSplit, call: AttentionOperands) -> Softmax:
 
 def zigzag_backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxResiduals) -> Gradients:
     """The gradients of a device's halves, of a call in zigzag order."""
-    count, own, scale = split.count(ROLE), split.index(ROLE), call.variant.scale
+    count, scale = split.count(ROLE), call.variant.scale
     seen, none = _all_seen(call), call.no_gradients
     size = call.query.shape[1] // 2
     low_rows, high_rows = _rows_of(saved, size)
@@ -255,7 +262,7 @@ def zigzag_backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxRes
     def turn(carry: Any, step: Any) -> tuple[Any, None]:
         query, moved, of_moved = carry
         moved, of_moved = _sent_on(split, moved), _sent_on(split, of_moved)
-        is_earlier = (own - step) % count < own
+        is_earlier = _is_earlier(split, step)
         keys = _keys(seen, moved)
         first = of(_halves(keys[0])[1], high_rows)
         second = of(_second(seen, keys, is_earlier), _picked(is_earlier, low_rows, high_rows))

@@ -23,7 +23,8 @@ from autoshard.operations.primitive import OPERATION, evaluated
 from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
 from autoshard.ops.ragged_dot import ragged_operation
 from autoshard.recognition.bodies import Tree, values_needed
-from autoshard.recognition.editing import Editor, NotAvailable
+from autoshard.recognition.editing import Editor
+from autoshard.recognition.equations import NotAvailable
 from autoshard.recognition.experts.regions import RAGGED, Exit, Regions, RowGather
 from autoshard.recognition.experts.sortings import Sorting, sortings
 

@@ -9,6 +9,7 @@ have to branch layer by layer.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.tables import summed
 
 BLOCK_ENTRIES = 1 << 18  # of a table that are added up at once, 8 bytes each: what a core's cache holds
+FEW_ENTRIES = 1 << 13  # of a table: so few take longer to add up option by option than all at once
 FEWER_ENTRIES = 8  # times fewer than the table: what tables are added up to before they are added to it
 
 
@@ -83,31 +85,88 @@ def minimised(factors: Sequence[Factor], nodes: tuple[int, ...], problem: Proble
     The others are put in an order in which those of the same tables follow each other, so that NumPy adds along all of
     them in one loop; and the sums are of a size that a core's cache holds. The two together halve the time.
     """
-    whole = math.prod(len(problem.costs[node]) for node in nodes)
-    sums: list[Factor] = []
-    for own, table in sorted(factors, key=lambda factor: factor[1].size):
-        if sums:
-            both = (*sums[-1][0], *(node for node in own if node not in sums[-1][0]))
-            if math.prod(len(problem.costs[node]) for node in both) * FEWER_ENTRIES <= whole:
-                sums[-1] = both, _spread(*sums[-1], both) + _spread(own, table, both)
-                continue
-        sums.append((own, table))
-    node, *others = nodes
-    others.sort(key=lambda other: [other not in own for own, _ in sums])
-    tables = [np.ascontiguousarray(_spread(own, table, (node, *others))) for own, table in sums]
-    sizes = [len(problem.costs[other]) for other in others]
+    sizes = tuple([len(problem.costs[node]) for node in nodes])
+    way = _way_to_add(tuple([own for own, _ in factors]), nodes, sizes)
+    tables = []
+    for (place, turned), *more in way.sums:
+        table = turned.of(factors[place][1])
+        for before, place, turned in more:
+            table = before.of(table) + turned.of(factors[place][1])
+        tables.append(table)
+    tables = [np.ascontiguousarray(last.of(table)) for last, table in zip(way.last, tables, strict=True)]
+    return way.others, _least(tables, way.sizes)
+
+
+def _least(tables: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+    """The least along the first of the axes of these sizes of a sum of tables.
+
+    A table has one entry along an axis that it does not depend on.
+    """
+    if math.prod(sizes) <= FEW_ENTRIES:
+        least = sum(tables[1:], tables[0]).min(axis=0)
+        return least if least.shape == sizes[1:] else np.array(np.broadcast_to(least, sizes[1:]))
+    options, *sizes = sizes
     outer = next(k for k in range(len(sizes) + 1) if math.prod(sizes[k:]) <= BLOCK_ENTRIES)
     least, total = np.full(sizes, np.inf), np.empty(sizes[outer:])
     for place in itertools.product(*map(range, sizes[:outer])):
         within = [table[_block(table, place)] for table in tables]
         here: tuple[Any, ...] = (*place, ...)  # a view, also where nothing is left but a number
         block = least[here]
-        for option in range(len(problem.costs[node])):
+        for option in range(options):
             first, *more = (table[option if len(table) > 1 else 0] for table in within)
             for table in more:
                 first = np.add(first, table, out=total)
             np.minimum(block, first, out=block)
-    return tuple(others), least
+    return least
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A table with its axes in another order, and with axes of one entry."""
+
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def of(self, table: np.ndarray) -> np.ndarray:
+        return table.transpose(self.axes).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class _WayToAdd:
+    """How tables are added up, which their nodes and sizes say."""
+
+    sums: tuple[tuple, ...]  # (table, turned), and then (turned sum so far, table, turned) for all that are added to it
+    last: tuple[Turn, ...]  # of each of these sums
+    others: tuple[int, ...]  # the nodes that are left, in the order of the axes
+    sizes: tuple[int, ...]  # options of the node that is minimised out, and of these
+
+
+@functools.lru_cache(maxsize=4096)  # the same problem is eliminated again and again, at other prices
+def _way_to_add(owns: tuple[tuple[int, ...], ...], nodes: tuple[int, ...], sizes: tuple[int, ...]) -> _WayToAdd:
+    """Small tables are added to each other before their sum is added to a large one.
+
+    Args:
+        owns: the nodes of each table.
+        nodes: that of which the least is taken, and all others of the tables.
+        sizes: how many options each of `nodes` has.
+    """
+    size, whole = dict(zip(nodes, sizes, strict=True)), math.prod(sizes)
+    sums: list[list] = []
+    scopes: list[tuple[int, ...]] = []
+    for place in sorted(range(len(owns)), key=lambda place: math.prod(size[node] for node in owns[place])):
+        own = owns[place]
+        if sums:
+            both = (*scopes[-1], *(node for node in own if node not in scopes[-1]))
+            if math.prod(size[node] for node in both) * FEWER_ENTRIES <= whole:
+                sums[-1].append((_turn(scopes[-1], size, both), place, _turn(own, size, both)))
+                scopes[-1] = both
+                continue
+        sums.append([(place, _turn(own, size, own))])
+        scopes.append(own)
+    node, *others = nodes
+    others.sort(key=lambda other: [other not in own for own in scopes])
+    last = tuple(_turn(own, size, (node, *others)) for own in scopes)
+    return _WayToAdd(tuple(map(tuple, sums)), last, tuple(others), tuple(size[own] for own in (node, *others)))
 
 
 def _block(table: np.ndarray, place: Sequence[int]) -> tuple[slice | int, ...]:
@@ -115,13 +174,10 @@ def _block(table: np.ndarray, place: Sequence[int]) -> tuple[slice | int, ...]:
     return slice(None), *(at if size > 1 else 0 for at, size in zip(place, table.shape[1:], strict=False))
 
 
-def _spread(own: Sequence[int], table: np.ndarray, nodes: Sequence[int]) -> np.ndarray:
-    """A table with an axis for each of these nodes, of one entry where it does not depend on it."""
-    axis = {node: place for place, node in enumerate(nodes)}
-    shape = [1] * len(nodes)
-    for node, size in zip(own, table.shape, strict=True):
-        shape[axis[node]] = size
-    return table.transpose(np.argsort([axis[node] for node in own])).reshape(shape)
+def _turn(own: Sequence[int], size: Mapping[int, int], nodes: Sequence[int]) -> Turn:
+    """Gives a table of some nodes an axis for each of these, of one entry where it does not depend on it."""
+    axes = sorted(range(len(own)), key=lambda axis: nodes.index(own[axis]))
+    return Turn(tuple(axes), tuple(size[node] if node in own else 1 for node in nodes))
 
 
 def _at(table: np.ndarray, nodes: tuple[int, ...], node: int, chosen: Mapping[int, int]) -> np.ndarray:

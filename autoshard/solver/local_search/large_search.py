@@ -29,6 +29,7 @@ from autoshard.solver.local_search.settings import ROUNDS, RoundSettings
 from autoshard.solver.presolve.simplify_large import reduce
 from autoshard.solver.problem import Edge, Live, Problem
 from autoshard.solver.runtime.background import TICK_SECONDS
+from autoshard.solver.runtime.turns import turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +131,23 @@ def _wait_for(tasks: Sequence[Future], tick: Callable[[], None]) -> None:
 
 
 def warm_up() -> None:
-    """Loads all of it. What has never been compiled is compiled by processes beside this one, and left on disk."""
+    """Loads all of it. What has never been compiled is compiled by processes beside this one, and left on disk.
+
+    Of several processes that want it at a time one has it compiled. Should that process end before, those that it has
+    started go on, and the others still wait for them.
+    """
     graph = graph_of(_smallest())
-    kernels.cost_of(graph, graph.costs, np.zeros(2, dtype=np.int64))
-    beside = []
-    if any(kernels.cost_of.stats.cache_misses.values()):
-        for name in (warm_up_reductions.__name__, warm_up_searches.__name__):
-            code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import {name} as run; run()"
-            command = [sys.executable, "-c", code]
-            beside.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    for process in beside:
-        process.wait()  # what it could not leave on disk is compiled here
+    with turn("compile") as held:
+        kernels.cost_of(graph, graph.costs, np.zeros(2, dtype=np.int64))
+        beside = []
+        if any(kernels.cost_of.stats.cache_misses.values()):
+            for name in (warm_up_reductions.__name__, warm_up_searches.__name__):
+                code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import {name} as run; run()"
+                command = [sys.executable, "-c", code]
+                silent = subprocess.DEVNULL
+                beside.append(subprocess.Popen(command, stdout=silent, stderr=silent, pass_fds=held))
+        for process in beside:
+            process.wait()  # what it could not leave on disk is compiled here
     warm_up_searches()
     warm_up_reductions()
 
