@@ -1,6 +1,8 @@
-"""One process of several that share a mesh. It goes through situations in turn, and writes what came of each.
+"""Several processes that share a mesh. They go through situations in turn, and write what came of each.
 
-python many_processes.py <index> <processes> <port> <folder> <situation>...
+python many_processes.py <processes> <port> <folder> <situation>...
+
+All are forked from one that has imported what they need, which takes a process as long as half of what it does here.
 """
 
 import json
@@ -14,24 +16,42 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import stages_in_processes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import autoshard
+from autoshard import planning
+from autoshard.processes import group
+
 DEVICES = 2  # per process
 WEIGHTS, BATCH = np.ones((8, 32), np.float32), np.linspace(0, 1, 256, dtype=np.float32).reshape(32, 8)
-HERE, COUNT, PORT = map(int, sys.argv[1:4])
-FOLDER = Path(sys.argv[4])
+COUNT, PORT = map(int, sys.argv[1:3])
+FOLDER, SITUATIONS = Path(sys.argv[3]), sys.argv[4:]
+assert all(getattr(autoshard, name) for name in autoshard.__all__), "imported when they are first asked for"
 
+
+def forked(count: int) -> int:
+    """The number of the process that this returns in. The one that forks them ends when all have ended."""
+    children = []
+    for index in range(count):
+        if not (child := os.fork()):
+            output = os.open(FOLDER / f"output.{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            return index
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(0)
+
+
+warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # JAX has no threads yet
+HERE = forked(COUNT)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{PORT}", COUNT, HERE)
-
-import stages_in_processes  # noqa: E402
-
-import autoshard  # noqa: E402
-from autoshard import planning  # noqa: E402
-from autoshard.processes import group  # noqa: E402
 
 group.PATIENCE = group.Patience(poll=0.05, beat=0.2, silence=4.0, arrival=6.0)
 SEARCHES = [0]
@@ -361,7 +381,7 @@ def outcome(situation):
     return result | {"seconds": time.monotonic() - start}
 
 
-for name in sys.argv[5:]:
+for name in SITUATIONS:
     (FOLDER / f"{name}.{HERE}").write_text(json.dumps(outcome(name)))
 ended = time.monotonic() + 10
 while len(list(FOLDER.glob(f"{name}.*"))) < COUNT - (name == "the_last_dies") and time.monotonic() < ended:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 
+import compilation
 import pytest
 from oracles import SMALL
 
@@ -46,9 +47,8 @@ def made():
 
     def printed(seed: str) -> dict[str, str]:
         command = [sys.executable, "-c", MADE, json.dumps([entry for entry in sys.path if entry])]
-        done = subprocess.run(
-            command, env={"PYTHONHASHSEED": seed}, check=True, stdout=subprocess.PIPE, text=True, timeout=300
-        )
+        environment = {"PYTHONHASHSEED": seed, "XLA_FLAGS": compilation.CPU_ONLY}
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=300)
         return json.loads(done.stdout)
 
     return printed("0"), printed("1")

@@ -1,8 +1,10 @@
 """Processes that share a mesh run one plan, or all of them raise: real processes, which talk over gloo on CPU."""
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -80,18 +82,14 @@ def launched(count: int, folder: Path, order: list[str] = ORDER) -> dict[str, li
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     env = {**os.environ, "PYTHONPATH": str(HERE.parent), "XLA_FLAGS": compilation.CPU_ONLY}
-    running = []
-    for index in range(count):
-        command = [sys.executable, str(HERE / "many_processes.py"), str(index), str(count), port, str(folder), *order]
-        with (folder / f"output.{index}").open("w") as output:
-            running.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+    command = [sys.executable, str(HERE / "many_processes.py"), str(count), port, str(folder), *order]
+    running = subprocess.Popen(command, env=env, start_new_session=True)
     try:
-        for process in running:
-            process.wait(timeout=240)
+        running.wait(timeout=240)
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
     def outcome(name: str, index: int) -> dict:
         path = folder / f"{name}.{index}"

@@ -29,11 +29,19 @@ def by_path(arrays, specs):
 
 
 ALL_OF_THEM = [*SMALL.values(), *LARGE.values(), *TRAINED.values()]
+_ABSTRACT = {}
+
+
+def abstract(workload):
+    """Its step and the shapes of its arguments, found once."""
+    if id(workload) not in _ABSTRACT:
+        _ABSTRACT[id(workload)] = workload.abstract()
+    return _ABSTRACT[id(workload)]
 
 
 @pytest.mark.parametrize("workload", ALL_OF_THEM, ids=lambda workload: workload.family)
 def test_every_sharding_splits_evenly_and_every_row_of_the_table_something(workload):
-    _, state, batch = workload.abstract()
+    _, state, batch = abstract(workload)
     for mesh in MESHES:
         found = shardings_of(workload.family, state, batch, dict(mesh.shape))
         assert {"data parallel", "FSDP", "Megatron", "FSDP+Megatron"} <= found.keys() <= SHARDINGS.keys()
@@ -73,7 +81,7 @@ SPECS = [  # workload, sharding, end of a path, spec
 @pytest.mark.parametrize("workload, sharding, end, expected", SPECS)
 def test_specs(workload, sharding, end, expected):
     work = (LARGE | TRAINED)[workload]
-    _, state, batch = work.abstract()
+    _, state, batch = abstract(work)
     of_state, _ = SHARDINGS[sharding](work.family, state, batch, dict(MESHES[0].shape))
     found = {spec for path, (_, spec) in by_path(state, of_state).items() if path.endswith(end)}
     assert found == {expected}
@@ -84,12 +92,12 @@ def test_shapes_of_batches(name):
     models = []
     jax.eval_shape(lambda: models.append(SMALL[name].model()))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), models[0].batches(0))
-    assert shapes == SMALL[name].abstract().batch
+    assert shapes == abstract(SMALL[name]).batch
 
 
 @pytest.mark.parametrize("name", ["gpt scan", "moe"])  # nnx modules, plain pytrees
 def test_evaluate_takes_them(name):
-    step, state, batch = LARGE[name].abstract()
+    step, state, batch = abstract(LARGE[name])
     specs = shardings_of(LARGE[name].family, state, batch, dict(MESHES[1].shape))["FSDP+Megatron"]
     made = autoshard.evaluate(step, state, batch, mesh=MESHES[1], in_shardings=specs, donate_argnums=0)
     taken = jax.tree.map(lambda sharding: sharding.spec, made.in_shardings)
@@ -102,7 +110,7 @@ SLICES = AbstractMesh((2, 2, 4), ("slices", "data", "model"), axis_types=(AxisTy
 
 @pytest.mark.parametrize("workload", ALL_OF_THEM, ids=lambda workload: workload.family)
 def test_slices_split_the_batch_with_data_and_nothing_of_the_state(workload):
-    _, state, batch = workload.abstract()
+    _, state, batch = abstract(workload)
     of_slices = shardings_of(workload.family, state, batch, dict(SLICES.shape))
     for name, (of_state, of_batch) in shardings_of(workload.family, state, batch, {"data": 2, "model": 4}).items():
         assert by_path(state, of_slices[name][0]) == by_path(state, of_state)
@@ -150,7 +158,7 @@ def test_a_dim_that_does_not_divide_stays_whole():
 
 @pytest.mark.parametrize("name", ["gnn", "mixtral scan", "vit-l scan"])
 def test_our_own_steps_have_no_constraints(name):
-    step, state, batch = TRAINED[name].abstract()
+    step, state, batch = abstract(TRAINED[name])
     program = autoshard.autoshard(step, mesh=MESHES[0]).trace(state, batch)
     assert all(equation.primitive != "sharding_constraint" for equation in program.equations)
 

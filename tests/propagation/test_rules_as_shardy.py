@@ -77,6 +77,8 @@ def unlike(case: cases.Case) -> bool:
 
 
 ASKED = [case for case in cases.CASES if not NOT_FOR_TPUS & {case.primitive, case.name}]
+NAMED = {case.name: case for case in ASKED}
+assert len(NAMED) == len(ASKED)
 
 
 def specs_of(case: cases.Case) -> Iterator[list[P | None]]:
@@ -88,14 +90,21 @@ def specs_of(case: cases.Case) -> Iterator[list[P | None]]:
                 yield [spec if i == position else None for i in range(len(case.args))]
 
 
+@functools.lru_cache(maxsize=32)  # tests of one primitive follow each other
+def by_shardy(name: str) -> tuple[shardy.Propagated, ...]:
+    """What Shardy makes of a case under each of the specs."""
+    case = NAMED[name]
+    every = [*specs_of(case)]
+    lowered = shardy.LoweredFunction(case.fn, case.args, MESH) if every else None
+    return tuple(lowered.propagated(specs) for specs in every)
+
+
 def differences(case: cases.Case) -> list[str]:
     """Where we and Shardy differ on a case."""
     program = trace(case.fn, case.args, {}, has_rule=registry.has_rule)
-    rules, found, lowered = rules_for(program), [], None
-    for specs in specs_of(case):
+    rules, found = rules_for(program), []
+    for specs, theirs in zip(specs_of(case), by_shardy(case.name), strict=True):
         ours = propagate_layouts(program, rules, MESH, shardy.fixed_layouts(program, specs))
-        lowered = lowered or shardy.LoweredFunction(case.fn, case.args, MESH)
-        theirs = lowered.propagated(specs)
         both = ([ours.values[value.id] for value in program.arguments], list(ours.results))
         if both != (theirs.arguments, theirs.results):
             found.append(f"{specs}: {both}, Shardy {theirs.arguments, theirs.results}")
