@@ -189,6 +189,14 @@ def test_memory_has_no_price_before_the_bound_settles():
     assert waited > 1, waited
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_over_by_next_to_nothing_moves_no_price():
+    """Of what does not fit, choices are mixed with shares whose squares are 0 to a float: no price is infinite."""
+    relaxation = Relaxation(torus(3))
+    bounds = [bound for _, bound in relaxation.rounds(lambda: np.inf)]
+    assert np.isfinite(bounds).all() and np.isfinite(relaxation.prices.values).all()
+
+
 def test_over_of_a_mix():
     """Half of one choice and half of another one hold the mean of both."""
     for seed in range(100):
