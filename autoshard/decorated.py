@@ -311,7 +311,10 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not traced.closes_over_tracers:
                     compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
-                    compiled = self._fastest_rewritten(traced)
+                    try:
+                        compiled = self._fastest_rewritten(traced)
+                    except MemoryLimitError as error:
+                        raise self._open_choice(traced, self._options).confirmed(error) from error
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.

@@ -110,7 +110,7 @@ def checked(
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
         agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
-        made = within_limit(plan, options.memory, _compiled, replanned, agreed, others)
+        made = within_limit(plan, options.memory, compiled, replanned, agreed, others)
         if before is not None and others is None and made is not plan:
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
@@ -124,7 +124,7 @@ def checked(
     return plan
 
 
-def _compiled(plan: Plan) -> jax.stages.Compiled:
+def compiled(plan: Plan) -> jax.stages.Compiled:
     assert plan.lowering is not None, "`lowered` gives it one"
     return plan.lowering().compile()
 

@@ -236,3 +236,20 @@ def test_what_fits_by_a_hair_is_asked_of_the_compiler():
     assert without_devices(caught.value.needed).plan(WEIGHTS, BATCH).predicted.peak_bytes < 0.9 * caught.value.needed
     with pytest.raises(MemoryLimitError):
         without_devices(0.9 * caught.value.needed).plan(WEIGHTS, BATCH)
+
+
+def test_the_limit_that_a_refusal_names_holds_as_compiled(blind):
+    """However wrong predictions are: the leanest plan is compiled before its limit is named."""
+    limit = BATCH.nbytes // 8
+    blind(0.6)
+    with pytest.raises(MemoryLimitError, match="by XLA's account of its compiled program") as caught:
+        autoshard(jnp.tanh, mesh=MESH, memory=limit).plan(BATCH)
+    assert caught.value.budget == limit and caught.value.needed == 2 * BATCH.nbytes // 8
+    assert autoshard(jnp.tanh, mesh=MESH, memory=caught.value.needed).plan(BATCH).compiled_peak == caught.value.needed
+
+
+def test_a_refusal_that_holds_as_compiled_is_the_planner_s():
+    with pytest.raises(MemoryLimitError, match="as far as predictions can be off") as caught:
+        autoshard(jnp.tanh, mesh=MESH, memory=BATCH.nbytes // 8).plan(BATCH)
+    made = autoshard(jnp.tanh, mesh=MESH, memory=caught.value.needed).plan(BATCH)
+    assert made.compiled_peak <= caught.value.needed

@@ -27,6 +27,7 @@ CORRECTED_SHARE = 0.98  # of the limit, once predictions are corrected: what a f
 OUT_OF_MEMORY = 0.7  # where the compiler ran out of memory and does not say by how much
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+Compiler = Callable[[AnyPlan], jax.stages.Compiled]
 
 
 PAGE_BYTES = 4096  # buffers are rounded, flags and counters added: less than that says nothing of whether a plan fits
@@ -43,7 +44,7 @@ class MemoryWarning(UserWarning):
 def within_limit(
     plan: AnyPlan,
     limit: float,
-    compiled: Callable[[AnyPlan], jax.stages.Compiled],
+    compiled: Compiler,
     replanned: Callable[[float], AnyPlan | None],
     agreed: Callable[[int, float | None], float | None] = lambda number, peak: peak,
     roomier: Callable[[float], AnyPlan | None] | None = None,
@@ -95,7 +96,30 @@ def over_limit_error(plan: PlanData, limit: float) -> MemoryLimitError:
     return MemoryLimitError(f"{plan.name}: {plan.warnings[-1]}", budget=limit, needed=plan.compiled_peak)
 
 
-def _compiled_peak(compiled: Callable[[AnyPlan], jax.stages.Compiled], plan: AnyPlan) -> float | None:
+def confirmed(
+    error: MemoryLimitError, planned: Callable[[float], AnyPlan | None], compiled: Compiler
+) -> MemoryLimitError:
+    """An error that names a limit which holds once compiled: the one it came with, or the compiled peak of its plan.
+
+    Args:
+        error: it names the limit that a plan is predicted to need.
+        planned: the plan within a limit; None if there is none.
+        compiled: compiles a plan.
+    """
+    plan = planned(error.needed)
+    peak = None if plan is None else _compiled_peak(compiled, plan)
+    if plan is None or peak is None or math.isinf(peak) or fits(peak, error.needed + PAGE_BYTES):
+        return error
+    return MemoryLimitError(
+        f"{plan.name}: no plan fits in {bytes_text(error.budget)} per device. The leanest is predicted to hold "
+        f"{bytes_text(plan.predicted.peak_bytes)}, and holds {_text(peak)} by XLA's account of its compiled program.\n"
+        f"Try {_more_memory(peak)}a larger mesh, or remat='auto', if what the step keeps for its gradient is much.",
+        budget=error.budget,
+        needed=math.ceil(peak),
+    )
+
+
+def _compiled_peak(compiled: Compiler, plan: AnyPlan) -> float | None:
     """Bytes by XLA's account; inf if they are more than the compiler may use, None if it does not compile the plan."""
     try:
         return peak_bytes(compiled(plan))

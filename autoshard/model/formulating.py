@@ -74,6 +74,7 @@ from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import Readers, widths_of
+from autoshard.model.xla.units.scalar_unit import places_of
 from autoshard.program import Program, Value
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -129,6 +130,7 @@ def formulate(
         kept=kept_inside(program, widths, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
         turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
         rounded=rounded_for_loops(program, widths),
+        places=places_of(program) if backend.number_bytes else None,
         instead=read_through(groups),
         images=image_dims(program),
         offered=offered,
@@ -287,9 +289,8 @@ class _Formulator:
             moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
             rounded = value.id in self.prices.rounded
             what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
-            stored = None  # a size in memory, if it arrives anew every step
-            if index not in staying:
-                stored = self.prices.widths.stored(value)
+            # a size in memory, if it arrives anew every step
+            stored = None if index in staying else self.prices.widths.stored(value)
 
             def seconds(
                 kepts: tuple[ArgumentOption, ...],
@@ -320,7 +321,7 @@ class _Formulator:
                 is_copied=index in copied,
                 gradient=copied.get(index),
                 returns=self.returns[value.id],
-                end=len(self.program.equations),
+                end=max(1, len(self.program.equations)),
                 nodes=self.group_node,
                 strategies=self._strategies,
                 prices=self.prices,
@@ -371,7 +372,7 @@ class _Formulator:
             in_place=value.id in in_place,
             points=self.start,
             unread=self.unread,
-            end=len(self.program.equations),
+            end=max(1, len(self.program.equations)),
             prices=self.prices,
         )
         self._hold(part for term in OUTPUT_TERMS for part in term(output))

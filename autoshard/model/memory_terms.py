@@ -28,6 +28,7 @@ from autoshard.model.pricing.cost_tables import (
     copy_bytes,
     homes_of,
 )
+from autoshard.model.pricing.memo import read_only
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
@@ -35,6 +36,7 @@ from autoshard.model.workspaces import ShardBytes, has_workspace, is_outside_chi
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
+from autoshard.model.xla.units.scalar_unit import numbers_of_value, scratch_numbers
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value
 from autoshard.propagation.rules.windows import STENCIL
@@ -126,17 +128,20 @@ class HeldOutput:
 
     @property
     def may_be_on_chip(self) -> bool:
-        """Whether the chip's own memory may hold it: what loops hand on, what is sorted, and numbers lie outside."""
-        return not self.least_bytes and self.group.equations[0].primitive not in ("scan_carry", "sort")
+        """Whether the chip's own memory may hold it: what is sorted, numbers, and what loops wait for lie outside."""
+        return not self.least_bytes and self.group.equations[0].primitive != "sort"
 
     @property
     def least_bytes(self) -> int:
         """Bytes that it takes as a temporary at least."""
-        is_number = math.prod(self.value.shape) == 1 and not (self.group.is_idle or self.lifetime.is_start)
-        if not is_number or (self.lifetime.used is None and self.group.reads_numbers):
-            return 0  # what is made of numbers, and only says which branch runs, stays in a register
-        decides = self.lifetime.used is None and self.value.trips > 1
-        return self.prices.backend.number_bytes * (1 + decides)  # whether a loop begins is a number, too
+        places, is_number = self.prices.places, math.prod(self.value.shape) == 1
+        if self.value.id in places.outside and not is_number:
+            return self.prices.backend.number_bytes
+        if not is_number or self.group.is_idle or self.lifetime.is_start or self.value.id in places.registers:
+            return 0
+        decides = self.lifetime.used is None and self.value.trips > 1  # whether a loop begins is a number, too
+        is_carried = self.group.equations[0].primitive == "scan_carry"
+        return self.prices.backend.number_bytes * (numbers_of_value(self.value, is_carried=is_carried) + decides)
 
     @cached_property
     def unfinished(self) -> np.ndarray:
@@ -346,7 +351,8 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
         known = _known_keys(group)
         drawn = (one for one in group.equations if one.inputs and id(one.inputs[0]) not in known)
-        if numbers := sum(numbers_of(name, one, is_result=bool(output.returns)) for one in drawn):
+        numbers = sum(numbers_of(name, one, is_result=bool(output.returns)) for one in drawn)
+        if numbers := numbers + scratch_numbers(group):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
 
@@ -383,10 +389,17 @@ def halos(output: HeldOutput) -> Iterator[HeldBytes]:
 @of_outputs
 def regions(output: HeldOutput) -> Iterator[HeldBytes]:
     """What devices hold while they run a call of an operation, or a `shard_map`, on their shards."""
-    if not output.is_first:
+    (equation, *_) = output.group.equations
+    key = output.prices.region_key(equation)
+    if not (output.is_first and key):
         return
-    found = [output.prices.region(output.group, strategy) for strategy in output.strategies]
-    usage = np.array([0.0 if region is None else region.workspace for region in found])
+
+    def workspaces(strategies: Sequence[Strategy]) -> np.ndarray:
+        found = (output.prices.region(output.group, strategy) for strategy in strategies)
+        return read_only(np.array([0.0 if region is None else region.workspace for region in found]))
+
+    types = tuple(value.dtype for value in equation.inputs)
+    usage = output.prices.memo.once(workspaces, output.strategies, of=(key, types))
     yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage, is_one_buffer=False)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import RandomAlgorithm
 
 from autoshard.model.xla.operations import is_loop_over_rows
 from autoshard.program import Equation, Value
@@ -343,9 +344,15 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         "tridiagonal_solve": 17,
     },
 }
+_OF_ONE_MATRIX = frozenset({"cholesky", "eigh"})  # of a batch, the counters of the loops over it are in registers
 _PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
 _SCALARS_OF_LOOPS = {"gather": 5, "scatter": 10}
 _SCALARS_UNLESS_RESULTS = {"approx_top_k": 3, "lu": 4, "top_k": 2}  # where an operation reads what these make
+
+
+def _is_one_matrix(value: Value | np.ndarray) -> bool:
+    """Whether it is a single matrix, of several elements."""
+    return math.prod(value.shape[:-2]) == 1 < math.prod(value.shape)
 
 
 def is_outside_chip(backend: str, primitive: str) -> bool:
@@ -371,6 +378,10 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
         return 0  # a stable sort counts the places of what it sorts
     if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:
         return 0
+    if equation.primitive in _OF_ONE_MATRIX and not _is_one_matrix(equation.inputs[0]):
+        return 0
+    if equation.primitive == "rng_bit_generator" and equation.params["algorithm"] == RandomAlgorithm.RNG_DEFAULT:
+        return 0  # an instruction of the chip
     if (
         equation.primitive in _POSITIONS
         and isinstance(operand := equation.inputs[0], Value)

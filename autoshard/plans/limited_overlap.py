@@ -107,23 +107,31 @@ class _Search:
         return with_bound(self.best, self.bound)
 
     def close(self, share: float) -> None:
-        """Looks among all that the bounds of a mixture leave, and between the choices that are known."""
-        search = self.problems.labelled(self.best.choice, share, gap=self.close_gap, budget=self.budget)
-        for choice, bound in search:
+        """Looks among all that the bounds of a mixture leave, and near the choices that are known."""
+        for choice, bound in self.problems.labelled(self.best.choice, share, gap=self.close_gap, budget=self.budget):
             self.bound = max(self.bound, bound)
             if choice is not None:
                 self.learn(choice)
         if self.budget.over or self.is_close:
             return
-        by_cost = sorted(self.known, key=lambda choice: max(self.known[choice]))
-        choice = self.problems.recombined(by_cost, gap=self.gap, budget=self.budget)
-        if choice is not None:
-            self.learn(choice)
+        fits = list[bool]()
+        for choice in self.problems.near(self.by_cost, share, budget=self.budget):
+            if choice is not None:
+                self.learn(choice)
+            fits.append(choice is None or self.fits(choice))
+        if not (self.budget.over or self.is_close or (fits and all(fits))):
+            choice = self.problems.recombined(self.by_cost(), gap=self.gap, budget=self.budget)
+            if choice is not None:
+                self.learn(choice)
         if not (self.budget.over or self.is_close):
             choice, bound = self.problems.solved(self.best.choice, share, gap=self.gap, budget=self.budget)
             self.bound = max(self.bound, bound)
             if choice is not None:
                 self.learn(choice)
+
+    def by_cost(self) -> list[tuple[int, ...]]:
+        """The choices that are known, the cheapest one first."""
+        return sorted(self.known, key=lambda choice: max(self.known[choice]))
 
     @property
     def is_close(self) -> bool:

@@ -6,6 +6,7 @@ predictions of memory are off, and all variants are chosen among again under a l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -13,11 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic
 
+from jax.sharding import Mesh
+
 from autoshard.cache import key_of, read, write
+from autoshard.compiled.memory_check import confirmed
 from autoshard.errors import MemoryLimitError, PlanError, SolverError
 from autoshard.lower.on_shards import check_plan
 from autoshard.options import Options
-from autoshard.planning import PlansByProgram, lowered, plan_of_text, program_of
+from autoshard.planning import PlansByProgram, compiled, lowered, plan_of_text, program_of
 from autoshard.processes import Group
 from autoshard.processes.agreement import Claims, text_of_all
 from autoshard.program import Program
@@ -88,6 +92,23 @@ class OpenChoice(Generic[Planned]):
             return self._within(target, {}, known.cost * (1 - LEAST_GAIN))
         except (CutoffReached, MemoryLimitError, SolverError):
             return None
+
+    def confirmed(self, error: MemoryLimitError) -> MemoryLimitError:
+        """The error that nothing fits in the limit that the user set, with a limit in which the step fits as compiled.
+
+        It comes back as it is where no devices are there to compile for, or other processes would have to.
+        """
+        options = self.options
+        is_compiled = options.is_memory_given and self.group is None and isinstance(options.mesh, Mesh)
+        if not is_compiled or self.variants.closes_over_tracers:
+            return error
+
+        def planned(limit: float) -> Plan | None:
+            with contextlib.suppress(CutoffReached, MemoryLimitError, SolverError):
+                return self._within(limit * options.backend.usable, {})
+            return None
+
+        return confirmed(error, planned, compiled)
 
     def _leaner(self, target: float) -> Plan:
         """The fastest that holds no more than the target, or else the leanest."""

@@ -333,7 +333,7 @@ def test_what_operations_take_however_little_they_do(machine):
 PEAKS = {  # function of what shapes: what a TPU has in the memory that arrays come from
     "temporaries lie in the chip": (lambda x, w: jnp.tanh(jnp.sin(x @ w) @ w) @ w, [f32(512, 512), f32(512, 512)]),
     "what is sorted does not": (lambda x: jnp.sort(jnp.sin(x), 1).sum(), [f32(256, 1024)]),
-    "what a loop hands on does not": (
+    "what a loop waits for does not": (
         lambda x: jax.lax.while_loop(lambda c: c.sum() > 0, jnp.sin, x * 2).sum(0),
         [f32(256, 1024)],
     ),

@@ -12,6 +12,7 @@ from autoshard.errors import SolverError
 from autoshard.plans import limited_overlap
 from autoshard.plans.limited_overlap import best_mixture
 from autoshard.solver import Problem
+from autoshard.solver.exact import two_costs
 from autoshard.solver.exact.two_costs import TwoCosts
 from autoshard.solver.problem import Edge, InfeasibleError, Live, Solution
 from autoshard.solver.runtime.budget import Budget
@@ -63,6 +64,33 @@ def test_bounds_that_are_too_high_are_caught(monkeypatch):
     monkeypatch.setattr(TwoCosts, "mixed", dearer)
     with pytest.raises(AssertionError):
         test_solved()
+
+
+def near(costs: TwoCosts, known: list[tuple[int, ...]], share: float) -> list[tuple[int, ...]]:
+    """The known choices with those that are found near them, the cheapest one first."""
+    for choice in costs.near(lambda: known, share, budget=Budget.of(60.0)):
+        if choice is not None:
+            known.append(choice)
+            known.sort(key=lambda one: max(costs.costs(one)))
+    return known
+
+
+def test_near():
+    """Four options of each node and more are all there are, so the best choice is found."""
+    found = 0
+    for seed in range(15):
+        costs, every = drawn(seed), larger(drawn(seed))
+        start = choice_at(costs, int(np.argsort(every)[min(20, np.isfinite(every).sum() - 1)]))
+        best, *others = near(costs, [start], 0.6)
+        np.testing.assert_allclose(max(costs.costs(best)), every.min(), rtol=1e-9)
+        found += bool(others)
+    assert found > 10
+
+
+def test_a_search_near_the_wrong_options_is_caught(monkeypatch):
+    monkeypatch.setattr(two_costs, "NEAR", (0,))
+    with pytest.raises(AssertionError):
+        test_near()
 
 
 def test_recombined():

@@ -34,6 +34,7 @@ from autoshard.model.xla.operations import Operations
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
+from autoshard.model.xla.units.scalar_unit import ValuePlaces
 from autoshard.program import Equation, Value
 
 # What an operation of its own costs besides the messages on its links: launch and synchronisation. TPU and GPU
@@ -88,6 +89,7 @@ class Prices:
         kept: Mapping[int, int] | None = None,
         turns: Mapping[int, int] | None = None,
         rounded: Collection[int] = (),
+        places: ValuePlaces | None = None,
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
         waits_only: bool = False,
@@ -114,10 +116,10 @@ class Prices:
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
         self.turns = turns or {}  # what loops read in every turn -> how many these are
         self.rounded = frozenset(rounded)  # arguments that are rounded before loops whose products read them
+        self.places = places or ValuePlaces()  # registers, the chip's own memory or outside
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
-        self.regions, self.waits_only = regions, waits_only
-        self.memo = Memo()
+        self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
@@ -218,18 +220,16 @@ class Prices:
 
     def _fetching(self, value: Value, source: Layout, target: Layout, readers: Readers) -> float:
         """Seconds in which loops read from memory, in all their turns, what is gathered for them; 0 if it is not."""
-        turns = self.turns.get(value.id, 0)
-        if not turns or self.arrays.elements(value, target) <= self.arrays.elements(value, source):
+        often = self.backend.loop_memory.fetched_share * self.turns.get(value.id, 0)
+        if not often or self.arrays.elements(value, target) <= self.arrays.elements(value, source):
             return 0.0
-        often = self.backend.loop_memory.fetched_share * turns
         return often * self.arrays.copy_bytes(value, target, readers) / self.device.memory_bandwidth
 
     def _clearing(self, value: Value) -> float:
         """Seconds to clear what the loop around `value` stacks, of one trip; 0 if it is not read where that happens."""
         if value.id not in self.stacked or not value.trips:
             return 0.0
-        whole = self.stacked[value.id] / math.prod(self.mesh.values())
-        return whole / value.trips / self.device.memory_bandwidth
+        return self.stacked[value.id] / math.prod(self.mesh.values()) / value.trips / self.device.memory_bandwidth
 
     def _leaves_slices(self, source: Layout, target: Layout) -> bool:
         """Whether slices of TPUs have other parts of some dim before, and not after."""
@@ -244,7 +244,8 @@ class Prices:
         if value.id not in self.rounded:
             return 0.0
         through = self.arrays.elements(value, layout) * (value.itemsize + BFLOAT16_BYTES)
-        return through / (self.device.memory_bandwidth * self.backend.loop_memory.rounding_share)
+        bandwidth = self.device.memory_bandwidth * self.backend.loop_memory.rounding_share
+        return through / bandwidth + self.backend.operations.least_seconds
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""
@@ -281,8 +282,7 @@ class Prices:
             communication += cost
             ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather")
         compute = 0.0 if self.waits_only else region.compute
-        hidden = min(ahead, compute)
-        return Seconds(compute * group.trips, communication * group.trips, hidden * group.trips)
+        return Seconds(compute * group.trips, communication * group.trips, min(ahead, compute) * group.trips)
 
     def _of(self, value: Value, source: Layout, target: Layout, readers: Readers) -> _Moved:
         width, late = self.widths.moving(value, readers), value.id in self.weights

@@ -276,6 +276,8 @@ def _goes_over(group: Group) -> tuple | None:
     widest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if widest is None or math.prod(widest.shape) <= 1:
         return None
+    if not group.fuses and getattr(widest.dtype, "kind", "") == "c":
+        return None  # the parts of complex numbers are summed in loops of their own
     return group.trips, widest.shape, widest.itemsize
 
 

@@ -33,7 +33,7 @@ class TwoCostLabelSettings:
     """How large tables may be, how many labels are kept, and what that takes."""
 
     most_entries: int = 1 << 27  # of all tables of one elimination together
-    most_labels: int = 300  # that are kept after each step, those with the lowest floors
+    most_labels: int = 2000  # that are kept after each step, those with the lowest floors
     seconds_per_step: float = 1e-4  # of a quiet core: a node and a mixture
     seconds_per_entry: float = 2e-8  # of a quiet core: a label, an option and a mixture
 

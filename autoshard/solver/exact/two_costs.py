@@ -2,17 +2,17 @@
 
 Any mixture of the two costs is a problem again, and what it costs at least, the larger of the two costs at least. So
 mixtures give bounds (Lagrangian relaxation). What they leave open, labels close where few options are cheap enough
-(`two_cost_labels.py`). Where these are many, it is the integer program with a row per cost. It is solved twice: over
-the options of choices that are known, whose recombination lies between them; and over the options that the bounds of a
-mixture do not rule out.
+(`two_cost_labels.py`). Where these are many, labels look near the choices that are known: among the options of these,
+whose recombinations lie between them, and a few others of each node. Where memory binds, and of what the bounds of a
+mixture do not rule out, it is the integer program with a row per cost.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from autoshard.solver.verify import ROUNDING, verify
 
 BUILD_SWEEPS = 10.0  # what it takes to build a relaxation
 LABELS_RELAXATION = replace(RELAXATION, rounds=150)  # labels see more than further rounds do
+NEAR = (4, 9)  # options of each node beside those of known choices, in turn: those with the lowest bounds
 REACHES = (0.01, 0.03, 0.1, math.inf)  # of the bound: how far above it the ceilings of labels are, in turn
 
 
@@ -36,6 +37,7 @@ class TwoCosts:
 
     first: Problem  # has the memory of a choice, and its limit
     second: Problem
+    known_bounds: dict[tuple, list[np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
 
     def costs(self, choice: Sequence[int]) -> tuple[float, float]:
         return verify(self.first, choice)[0], verify(self.second, choice)[0]
@@ -131,6 +133,35 @@ class TwoCosts:
             if ceiling >= cost or cost <= known * (1 + gap):
                 return
 
+    def near(
+        self, known: Callable[[], Sequence[Sequence[int]]], share: float, *, budget: Budget
+    ) -> Iterator[tuple[int, ...] | None]:
+        """Cheaper choices, memory aside, among the options of known ones and a few others; None where there are none.
+
+        Ends where that takes too long, or the options are too many.
+
+        Args:
+            known: the choices, the cheapest one first.
+            share: of the first problem in the mixture whose bounds say which others.
+        """
+        least = self._least(share, max(self.costs(known()[0])), budget, LABELS_RELAXATION)
+        if least is None:
+            return
+        bounds = (np.where(np.isfinite(costs), own, np.inf) for costs, own in zip(self.first.costs, least, strict=True))
+        lowest = [np.argsort(own, kind="stable")[: np.isfinite(own).sum()] for own in bounds]
+        for count in NEAR:
+            if budget.over:
+                return
+            best, *others = known()
+            pairs = zip(zip(best, *others, strict=True), lowest, strict=True)
+            options = [np.unique([*own, *few[:count]]) for own, few in pairs]
+            few = TwoCosts(restricted(self._free.first, options), restricted(self.second, options))
+            outcome = labelled(few.first, few.second, few.mixed, share, max(self.costs(best)), budget.spend)
+            if outcome is None:
+                return
+            chosen = outcome.choice and tuple(int(own[at]) for own, at in zip(options, outcome.choice, strict=True))
+            yield chosen or None
+
     @property
     def _free(self) -> TwoCosts:
         """Without memory."""
@@ -141,16 +172,22 @@ class TwoCosts:
     ) -> list[np.ndarray] | None:
         """Node -> option -> what any choice with it costs at least in a mixture, memory aside; None: there is no time.
 
+        They are found once.
+
         Args:
             cost: that of the best choice known.
         """
+        if (share, settings) in self.known_bounds:
+            return self.known_bounds[share, settings]
         relaxation = Relaxation(finite(self._free.mixed(share), cost), settings)
         budget.spend(BUILD_SWEEPS * relaxation.seconds)
         for _, _ in relaxation.rounds(lambda: cost):
             budget.spend(relaxation.seconds)
             if budget.over:
                 return None
-        return list(map(np.maximum, relaxation.least(forward=False), relaxation.least(forward=True)))
+        found = list(map(np.maximum, relaxation.least(forward=False), relaxation.least(forward=True)))
+        self.known_bounds[share, settings] = found
+        return found
 
     def _options(
         self, least: Sequence[np.ndarray], ceiling: float, choice: Sequence[int] | None = None

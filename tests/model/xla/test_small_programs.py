@@ -132,6 +132,12 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         [WHOLE],
         lambda patch: patch.setattr(operations, "_moves_complex_numbers", lambda group: False),
     ),
+    "complex numbers that two operations read": (
+        lambda x, y: ((x * y).sum(0), x * y, (x - y).sum(1)),
+        [array(64, 256, dtype=np.complex64)] * 2,
+        [WHOLE] * 2,
+        lambda patch: patch.setattr(operations, "_goes_over", lambda group: (1, (64, 256), 8)),
+    ),
     "all distances": (
         lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),
         [array(512, 16), array(512, 16)],
@@ -205,3 +211,23 @@ def peak_of(fn, shapes):
     return autoshard.evaluate(
         fn, *shapes, in_shardings=(P(),), out_shardings=P(), mesh=mesh, topology=MACHINE
     ).predicted.peak_bytes
+
+
+NOTHING_HELD = {  # function of what shapes
+    "an argument that is returned": (lambda x: x, [array(8, 128)]),
+    "random words of the chip": (lambda key: jax.lax.rng_bit_generator(key, (5, 7)), [array(4, dtype=np.uint32)]),
+    "factors of a batch": (jax.lax.linalg.cholesky, [array(4, 8, 8)]),
+    "eigenvalues of a batch": (jnp.linalg.eigh, [array(4, 8, 8)]),
+    "the factor of a number": (jax.lax.linalg.cholesky, [array(1, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_HELD)
+def test_small_programs_without_temporaries(name):
+    """Peaks within a tenth of libtpu's, where these are arguments and results alone."""
+    pytest.importorskip("libtpu")
+    fn, shapes = NOTHING_HELD[name]
+    whole = NamedSharding(target_mesh(MACHINE, AXES), P())
+    program = jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes == 0
+    assert peak_of(fn, shapes) == pytest.approx(peak_bytes(program), rel=0.1)

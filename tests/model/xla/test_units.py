@@ -10,10 +10,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.compiled.collectives import peak_bytes
 from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
 from autoshard.model.xla import backends
+from autoshard.model.xla.units import scalar_unit
 from autoshard.model.xla.units.matrix_unit import MatrixUnit
 from autoshard.model.xla.units.vector_unit import VectorUnit
 
@@ -32,11 +34,14 @@ SLOW = {  # function of what shapes
 }
 
 
-def foreseen(fn, shapes):
+def predicted(fn, shapes):
     whole = (P(),) * len(shapes)
     mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
-    made = autoshard.evaluate(fn, *shapes, in_shardings=whole, out_shardings=P(), mesh=mesh, topology=MACHINE)
-    return made.predicted.comparable_seconds
+    return autoshard.evaluate(fn, *shapes, in_shardings=whole, out_shardings=P(), mesh=mesh, topology=MACHINE).predicted
+
+
+def foreseen(fn, shapes):
+    return predicted(fn, shapes).comparable_seconds
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -52,3 +57,62 @@ def test_what_is_slow_in_a_unit(monkeypatch, name):
     without = replace(backends.V5E, vector_unit=VectorUnit(), matrix_unit=MatrixUnit())
     monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "v5e": without})
     assert foreseen(fn, shapes) < 0.6 * schedule.compute_seconds
+
+
+def turning(limit):
+    """A loop that counts up to a number, and returns an array that it doubles."""
+
+    def loop(x, *numbers):
+        until = limit(x, *numbers)
+        return jax.lax.while_loop(lambda c: c[0] < until, lambda c: (c[0] + 1, c[1] * 2), (0.0, x))[1]
+
+    return loop
+
+
+def settling(x):
+    """A loop in a batch: which rows go on is carried, and lies outside the chip."""
+
+    def turn(carried):
+        x, goes_on = carried
+        return jnp.where(goes_on[:, None], x * 0.5, x), x.max(1) > 1
+
+    return jax.lax.while_loop(lambda c: c[1].any(), turn, (x, x.max(1) > 1))[0]
+
+
+IN_MEMORY = {  # function of what shapes, and whether the fault is that all numbers are in registers, or that none is
+    "a loop of numbers alone": (turning(lambda x, n: n), [array(64, 256), array()], False),
+    "a loop up to a sum": (turning(lambda x: x.sum()), [array(64, 256)], True),
+    "a number that scales": (lambda x: x / jnp.sqrt((x * x).sum()), [array(32, 128)], True),
+}
+
+
+@pytest.mark.parametrize("name", IN_MEMORY)
+def test_which_numbers_lie_in_memory(monkeypatch, name):
+    """Peaks within a sixth of libtpu's, and out of that if all numbers lie in memory, or none."""
+    pytest.importorskip("libtpu")
+    fn, shapes, all_in_registers = IN_MEMORY[name]
+    whole = NamedSharding(target_mesh(MACHINE, AXES), P())
+    peak = peak_bytes(jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*shapes).compile())
+    assert predicted(fn, shapes).peak_bytes == pytest.approx(peak, rel=1 / 6)
+    monkeypatch.setattr(
+        scalar_unit,
+        "numbers_in_registers",
+        lambda program: frozenset({value.id for value in program.values} if all_in_registers else ()),
+    )
+    assert predicted(fn, shapes).peak_bytes != pytest.approx(peak, rel=1 / 6)
+
+
+CARRIED = {  # function of what shapes
+    "arrays": (lambda x: jnp.sin(jax.lax.fori_loop(0, 9, lambda _, x: jnp.cos(x) / 2, x)), [array(512, 128)]),
+    "which rows go on": (settling, [array(64, 256)]),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_where_what_loops_carry_lies(name):
+    """Peaks within a sixth of libtpu's: in the chip's own memory, but for what the loop waits for."""
+    pytest.importorskip("libtpu")
+    fn, shapes = CARRIED[name]
+    whole = NamedSharding(target_mesh(MACHINE, AXES), P())
+    peak = peak_bytes(jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*shapes).compile())
+    assert predicted(fn, shapes).peak_bytes == pytest.approx(peak, rel=1 / 6)

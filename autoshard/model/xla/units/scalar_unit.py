@@ -1,0 +1,110 @@
+"""The scalar unit of a TPU core: which numbers it keeps in registers, which lie in memory, and what loops wait for.
+
+What is computed of numbers alone stays in registers. What is computed of arrays or keys lies in memory, where every
+number takes `Backend.number_bytes`, a word of a key as well. A reduction to a number takes as much again while it runs.
+If a loop carries or reads one number in memory, all that it carries lie there, each twice: as a turn finds it and as it
+leaves it. An array that decides whether a loop goes on lies outside the chip's own memory.
+
+Source: the buffers of loops, sums and conditions compiled for v5e. `tests/model/xla/test_units.py` compiles some.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from autoshard.model.groups import Group
+from autoshard.program import Equation, Program, Value
+
+_ENTERS_LOOPS = frozenset({"scan_carry", "scan_const"})
+_SUMMED_IN_MEMORY = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
+_WORD_BYTES = 4  # of a key
+
+
+@dataclass(frozen=True)
+class ValuePlaces:
+    """Where values of a program lie on a TPU core, whatever their size."""
+
+    registers: frozenset[int] = frozenset()  # numbers that never lie in memory
+    outside: frozenset[int] = frozenset()  # arrays that never lie in the chip's own memory
+
+
+def places_of(program: Program) -> ValuePlaces:
+    """Where values of a program lie on a TPU core."""
+    return ValuePlaces(numbers_in_registers(program), read_by_conditions(program))
+
+
+def read_by_conditions(program: Program) -> frozenset[int]:
+    """Ids of the values that loops carry, and of which they compute whether they go on."""
+    results = {value.id for value in program.results if isinstance(value, Value)}
+    unread = [value for value in program.values if not program.reads[value.id] and value.id not in results]
+    waiting = [value for value in unread if value.dtype == bool and value.shape == () and value.trips > 1]
+    found, seen = set(), {value.id for value in waiting}
+    while waiting:
+        value = waiting.pop()
+        maker = program.makers.get(value.id)
+        if maker is None:
+            continue
+        if maker.loop is not None:
+            found |= {value.id} if maker.primitive == "scan_carry" else set()
+            continue
+        before = [one for one in maker.inputs if isinstance(one, Value) and one.id not in seen]
+        seen |= {one.id for one in before}
+        waiting += before
+    return frozenset(found)
+
+
+def numbers_in_registers(program: Program) -> frozenset[int]:
+    """Ids of the values of one element that are made of numbers alone, those that loops carry included."""
+    found = {value.id for value in program.values if math.prod(value.shape) == 1 and not _is_key(value)}
+    while True:
+        left = found - _made_of_memory(program.equations, found) - _carried_beside_memory(program.equations, found)
+        if left == found:
+            return frozenset(found)
+        found = left
+
+
+def numbers_of_value(value: Value, *, is_carried: bool) -> int:
+    """How many numbers a value of one element is in memory, where a loop carries it or elsewhere."""
+    return (value.itemsize // _WORD_BYTES if _is_key(value) else 1) * (1 + is_carried)
+
+
+def scratch_numbers(group: Group) -> int:
+    """The numbers that reductions to numbers take beside these while they run."""
+    return sum(one.primitive in _SUMMED_IN_MEMORY and _is_number(one.outputs[0]) for one in group.equations)
+
+
+def _made_of_memory(equations: Iterable[Equation], registers: set[int]) -> set[int]:
+    """What is made of anything but numbers in registers."""
+
+    def is_in_register(value: Value | np.ndarray) -> bool:
+        return value.id in registers if isinstance(value, Value) else math.prod(value.shape) == 1
+
+    return {made.id for one in equations if not all(map(is_in_register, one.inputs)) for made in one.outputs}
+
+
+def _carried_beside_memory(equations: Iterable[Equation], registers: set[int]) -> set[int]:
+    """What is carried by loops that carry, or read, a number that is in memory."""
+    entering = defaultdict(list)
+    for one in equations:
+        if one.primitive in _ENTERS_LOOPS and one.loop is not None:
+            entering[one.loop].append(one)
+    reached = (loop for loop in entering.values() if any(_is_in_memory(one.outputs[0], registers) for one in loop))
+    return {made.id for loop in reached for one in loop if one.primitive == "scan_carry" for made in one.outputs}
+
+
+def _is_in_memory(value: Value, registers: set[int]) -> bool:
+    return _is_number(value) and value.id not in registers
+
+
+def _is_number(value: Value) -> bool:
+    return math.prod(value.shape) == 1
+
+
+def _is_key(value: Value) -> bool:
+    return jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
