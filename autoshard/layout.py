@@ -12,6 +12,7 @@ P('data', None, ('x', 'y'))
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
@@ -169,11 +170,16 @@ def layouts_of(shape: Sequence[int], mesh: MeshShape) -> list[Layout]:
     >>> layouts_of((4, 3), {"x": 2, "y": 2})
     [((), ()), (('y',), ()), (('x',), ()), (('x', 'y'), ())]
     """
-    found = []
+    return list(_layouts_of(tuple(shape), tuple(mesh.items())))
+
+
+@functools.lru_cache(maxsize=1024)
+def _layouts_of(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> tuple[Layout, ...]:
+    found, mesh = [], dict(axes)
     for dims in itertools.product([None, *range(len(shape))], repeat=len(mesh)):
         layout = tuple(
             tuple(axis for axis, split in zip(mesh, dims, strict=True) if split == dim) for dim in range(len(shape))
         )
         if divides(shape, layout, mesh):
             found.append(layout)
-    return found
+    return tuple(found)

@@ -205,7 +205,7 @@ class _Formulator:
         self._add_groups()
         for i, j, table in shared_work(self.groups, self.priced, self.prices):
             self._connect(self.group_node(self.groups[i]), self.group_node(self.groups[j]), table)
-        lives = tuple(live for live in self.lives if live.usage.any())
+        lives = tuple(live for live in self.lives if np.count_nonzero(live.usage))
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
             program=self.program,
@@ -488,7 +488,7 @@ class _Formulator:
         """Counts what terms of memory hold; temporaries with the gaps between them."""
         for part in held if self.counts_memory else ():
             (start, end), usage = part.span, part.usage
-            if part.in_heap and not (start < end and usage.any()):
+            if part.in_heap and not (start < end and np.count_nonzero(usage)):
                 continue
             self.lives.append(Live(part.node, start, end, usage * HEAP_OVERHEAD if part.in_heap else usage))
             self.heap.add(self.lives[-1], part)

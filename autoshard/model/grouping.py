@@ -292,7 +292,7 @@ def _new_draft(equation: Equation, rule: Rule, fuses: bool) -> _Draft:
 
 
 def _renamed(dims: Dims, number: dict[str, int]) -> FactorDims:
-    return tuple(tuple(number[factor] for factor in dim if factor in number) for dim in dims)
+    return tuple([tuple([number[factor] for factor in dim if factor in number]) for dim in dims])
 
 
 def _is_elementwise(equation: Equation, rule: Rule) -> bool:

@@ -21,7 +21,7 @@ from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.host_moves import moved_bytes
 from autoshard.model.pricing.memo import Memo, read_only
-from autoshard.model.pricing.resharding_steps import ReshardingSteps
+from autoshard.model.pricing.resharding_steps import ReshardingSteps, differ, places_among
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.regions.pricing import REGIONS, Region, Regions
@@ -181,7 +181,7 @@ class Prices:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
             seconds, behind = self._moved(value.shape, size, rows, columns, late, image_dims)
             table = seconds - behind if ahead else seconds
-            moves = _differ(rows, columns)
+            moves = differ(rows, columns)
             if value.on_host:
                 table = np.where(moves, np.inf, table)
             if written is not None:
@@ -190,7 +190,7 @@ class Prices:
                 table = table + clearing * np.array([[self._leaves_slices(a, b) for b in columns] for a in rows])
             if turns:
                 table = table + np.array([[self._fetching(value, a, b, readers) for b in columns] for a in rows])
-            return read_only((table * value.trips)[np.ix_(_places(sources, rows), _places(targets, columns))])
+            return read_only((table * value.trips)[np.ix_(places_among(sources, rows), places_among(targets, columns))])
 
         return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=what)
 
@@ -202,8 +202,10 @@ class Prices:
         written = value.id in self.instead
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-            sent = self._steps_of(len(value.shape)).steps(sources, targets)[..., 0] > 0
-            return read_only(~(sent | (written & _differ(sources, targets))))
+            rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+            moves = self._steps_of(len(value.shape)).steps(rows, columns)[..., 0] > 0
+            moves |= written & differ(rows, columns)
+            return read_only(~moves[np.ix_(places_among(sources, rows), places_among(targets, columns))])
 
         return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=(written,))
 
@@ -342,9 +344,7 @@ class Prices:
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
         seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
         if self.backend.operations.least_seconds:
-            seconds[..., 0] += self.backend.operations.least_seconds * (
-                _differ(sources, targets) & (steps[..., 0] == 0)
-            )
+            seconds[..., 0] += self.backend.operations.least_seconds * (differ(sources, targets) & (steps[..., 0] == 0))
         if ordering.any():
             one, together = self._out_of_order(shape, sources, targets)[..., np.newaxis]
             seconds = seconds + ordering * np.where(several, together, one)
@@ -488,13 +488,3 @@ class Prices:
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),
         )
-
-
-def _differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-    """[source, target]: whether these are two."""
-    return np.array([[source != target for target in targets] for source in sources])
-
-
-def _places(layouts: Sequence[Layout], among: Sequence[Layout]) -> list[int]:
-    place = {layout: i for i, layout in enumerate(among)}
-    return [place[layout] for layout in layouts]

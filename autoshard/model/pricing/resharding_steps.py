@@ -92,3 +92,15 @@ def _dims_split(layouts: Sequence[Layout], mesh: MeshShape) -> np.ndarray:
             for axis in axes:
                 row[place[axis]] = dim
     return found
+
+
+def differ(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
+    """[source, target]: whether these are two."""
+    number = {layout: i for i, layout in enumerate(dict.fromkeys((*sources, *targets)))}
+    return np.not_equal.outer([number[layout] for layout in sources], [number[layout] for layout in targets])
+
+
+def places_among(layouts: Sequence[Layout], among: Sequence[Layout]) -> list[int]:
+    """Which of some layouts each is."""
+    place = {layout: i for i, layout in enumerate(among)}
+    return [place[layout] for layout in layouts]
