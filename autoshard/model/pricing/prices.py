@@ -247,7 +247,7 @@ class Prices:
             return 0.0
         through = self.arrays.elements(value, layout) * (value.itemsize + BFLOAT16_BYTES)
         bandwidth = self.device.memory_bandwidth * self.backend.loop_memory.rounding_share
-        return through / bandwidth + self.backend.operations.least_seconds
+        return max(through / bandwidth, self.backend.operations.least_seconds)
 
     def writing(self, value: Value, layout: Layout) -> float:
         """Seconds to write `value` to memory once."""

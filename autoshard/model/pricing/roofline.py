@@ -191,13 +191,18 @@ class GroupWork:
                 / (self.arrays.backend.operations.slice_bandwidth_share if first.primitive == "scan_slice" else 1.0)
             )
         if (operand := _inserted(first)) is not None:
-            pairs = list(zip(group.uses, wants, strict=True))
-            inserted = sum(
-                self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want)
-                for use, want in pairs
+            pairs = [
+                (use, want)
+                for use, want in zip(group.uses, wants, strict=True)
                 if (use.equation, use.operand) == (first, operand)
+            ]
+            inserted = sum(
+                self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want) for use, want in pairs
             )
-            return 2 * np.where(inserted, inserted, written) + group.passes_before * written
+            # what the chip keeps is written all the same
+            least = sum((self.arrays.sizes(use.value, want) for use, want in pairs), start=np.zeros(1))
+            moved = np.maximum(2 * inserted, least)
+            return np.where(moved, moved, 2 * written) + group.passes_before * written
         passes = self.arrays.backend.fourier_products.memory_passes if first.primitive == "fft" else 0.0
         read = self._read_bytes(zip(group.uses, wants, strict=True))
         return read + written + passes * np.maximum(read, written)
