@@ -204,7 +204,9 @@ def _gradient(told: _CotangentProduct, operand: int, other: Var, product: JaxprE
     return None if shown is None else Gradient(product, *shown)
 
 
-def _roles_and_factor(told: _CotangentProduct, operand: int, other: Var, product: JaxprEqn) -> tuple[Roles, float] | None:
+def _roles_and_factor(
+    told: _CotangentProduct, operand: int, other: Var, product: JaxprEqn
+) -> tuple[Roles, float] | None:
     """Of a gradient of queries or keys, from its operand that is no key or query; None if it is none."""
     weights, probes = told.weights, told.probes
     if not probes[0].follows(other):
