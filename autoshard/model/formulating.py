@@ -127,7 +127,7 @@ def formulate(
         weights=weights,
         entering=entering_loops(groups, weights),
         stacked=stacked_beside(program),
-        kept=kept_inside(program, widths, backend.loop_memory.keeps_sums) if backend.loop_memory.bytes else None,
+        kept=kept_inside(program, widths, backend.loop_memory) if backend.loop_memory.bytes else None,
         turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
         rounded=rounded_for_loops(program, widths),
         places=places_of(program) if backend.number_bytes else None,

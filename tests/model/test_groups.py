@@ -17,7 +17,7 @@ from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import widths_of
 from autoshard.program import Program, Value, trace
@@ -379,7 +379,11 @@ def test_products_that_a_loop_adds_up(case):
 
 
 def kept(program, sums):
-    return kept_inside(program, widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding), sums)
+    return kept_inside(
+        program,
+        widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding),
+        LoopMemory(keeps_sums=sums),
+    )
 
 
 def turning(body, *, length=3):

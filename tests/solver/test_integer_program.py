@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from problems import answer, assert_same, every_choice, hard_problem, random_problem, some_of
+from problems import answer_of_every_choice, assert_same, every_choice, hard_problem, random_problem, some_of
 
 from autoshard.solver import Problem
 from autoshard.solver.exact import integer_program
@@ -19,7 +19,7 @@ from autoshard.solver.verify import verify
 
 
 def assert_optimal(problem: Problem, first=None) -> None:
-    outcome, (kind, value) = cheapest(problem, first, time_limit=60, seed=0), answer(exhaustive, problem)
+    outcome, (kind, value) = cheapest(problem, first, time_limit=60, seed=0), answer_of_every_choice(problem)
     if kind != "costs":
         assert outcome.choice is None and outcome.bound == np.inf
         return
@@ -44,7 +44,7 @@ def test_cheapest_from_a_known_choice(seeds):
     """Options and pairs that cost more than the known choice are left out; the optimum is not."""
     for seed in seeds:
         problem = random_problem(seed, nodes=5)
-        if answer(exhaustive, problem)[0] == "costs":
+        if answer_of_every_choice(problem)[0] == "costs":
             rng = np.random.default_rng(seed)
             tries = ([int(rng.integers(len(costs))) for costs in problem.costs] for _ in range(20))
             limit = np.inf if problem.limit is None else problem.limit
@@ -106,7 +106,7 @@ def test_leanest(monkeypatch, few_entries, seeds):
     for seed in seeds:
         problem = random_problem(seed, nodes=5)
         starved = Problem(problem.costs, problem.edges, problem.lives, limit=0.0)
-        kind, needed = answer(exhaustive, starved)
+        kind, needed = answer_of_every_choice(starved)
         outcome = leanest(problem, time_limit=60, seed=0)
         assert (outcome.choice is None) == (kind == "forbidden")
         if kind == "needs":

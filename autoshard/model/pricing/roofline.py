@@ -180,7 +180,7 @@ class GroupWork:
             return 0.0
         first = group.equations[0]
         if first.primitive == "scan_carry":  # what a loop works on
-            return group.passes_before * self._through_memory(group.outputs[0].value, leaves[0])
+            return group.passes_before * self.arrays.sizes(group.outputs[0].value, leaves[0])
         written = sum(map(self._through_memory, (made.value for made in group.outputs), leaves))
         if first.primitive in _READS_RESULT_BYTES:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0

@@ -1,7 +1,9 @@
-"""Weights of loops: the TPU compiler keeps what a loop reads or adds up in every turn in the chip's own memory.
+"""Values of loops: the TPU compiler keeps what a loop reads or adds up in every turn in the chip's own memory.
 
-That is vector memory, which is no part of the peak, and what lies there need not be read in each turn. Source: compiled
-v5e and v5p programs. `tests/mesh/test_targets.py` compiles loops that fill the room and loops that do not fit.
+If all that a loop computes with has room there, it keeps all of that, a state that the loop hands on as well. That is
+vector memory, which is no part of the peak, and what lies there need not be read in each turn. Source: compiled v5e and
+v5p programs. `tests/mesh/test_targets.py` compiles loops that fill the room and loops that do not fit,
+`tests/model/xla/test_small_programs.py` small ones.
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ class LoopMemory:
         return np.where(sizes > self.bytes, sizes, np.maximum(0.0, sizes - self.bytes * share))
 
 
-def kept_inside(program: Program, widths: Widths, sums: bool) -> dict[int, int]:
+def kept_inside(program: Program, widths: Widths, room: LoopMemory) -> dict[int, int]:
     """What can stay in the chip while a loop turns -> bytes of all that can in its loop.
 
     That is what its matrix products read in every turn, a recurrent net's weights, and matrix products that it only
     adds up; with the sums, if the products are not split. An argument that is read as it is stays in memory: what is
-    kept is written there by some operation, as one that rounds it.
+    kept is written there by some operation, as one that rounds it. Of a small loop it is all that a turn makes, too.
 
     Args:
         program: the traced step.
         widths: what is rounded.
-        sums: whether products and sums are of them.
+        room: what is kept, and how much.
     """
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
     bare = _multiplied(program, converted=False)
@@ -63,7 +65,7 @@ def kept_inside(program: Program, widths: Widths, sums: bool) -> dict[int, int]:
         values, sizes = found[entering.loop]
         sizes[inside.id] = inside.bytes
         values.add(inside.id)
-    for carry, total, makers in sums_in_loops(program, read_once(program)) if sums else ():
+    for carry, total, makers in sums_in_loops(program, read_once(program)) if room.keeps_sums else ():
         if is_matrix_product(makers[-1]) and total.outputs[0].bytes:
             assert carry.loop is not None, "boundaries of loops know theirs"
             values, sizes = found[carry.loop]
@@ -73,7 +75,31 @@ def kept_inside(program: Program, widths: Widths, sums: bool) -> dict[int, int]:
             if not any(maker.primitive == "split" for maker in makers):
                 values.update(value.id for value in (carry.outputs[0], *total.outputs))
                 values.update(value.id for maker in makers for value in maker.outputs)
-    return {value: sum(sizes.values()) for values, sizes in found.values() for value in values}
+    kept = {value: sum(sizes.values()) for values, sizes in found.values() for value in values}
+    return _made_in_small_loops(program, room.bytes) | kept
+
+
+def _made_in_small_loops(program: Program, room: float) -> dict[int, int]:
+    """What loops make in every turn -> bytes of all that they compute with, of loops of which all of that has room.
+
+    Of loops of unknown length XLA keeps less inside, and not always the same.
+    """
+    found: dict[int, int] = {}
+    loops = {one.loop for one in program.equations if one.loop is not None}
+    for start, end in sorted(loops, key=lambda loop: loop[1] - loop[0]):  # from inside out
+        made = [value for one in program.equations[start:end] for value in _made_in_turns(one)]
+        read = [one.outputs[0] for one in program.equations[start:end] if one.primitive == "scan_const"]
+        size = sum(value.bytes for value in (*made, *read))
+        if 0 < size <= room and all(value.guessed == 1 for value in made):
+            found |= {value.id: size for value in made}
+    return found
+
+
+def _made_in_turns(equation: Equation) -> tuple[Value, ...]:
+    """What an equation of a loop makes in every turn, what the loop hands on included."""
+    if equation.primitive == "scan_carry":
+        return equation.outputs[:1]
+    return () if facts_of(equation.primitive).is_boundary else equation.outputs
 
 
 def rounded_for_loops(program: Program, widths: Widths) -> set[int]:

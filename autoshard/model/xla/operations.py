@@ -113,7 +113,8 @@ def _extra_operations(equation: Equation) -> int:
     if equation.primitive == "triangular_solve":
         rows = equation.inputs[0].shape[-1]
         is_called = equation.inputs[0].dtype in (np.float32, np.complex64)
-        return 2 if is_called else _OPERATIONS_AROUND_ROWS + _OPERATIONS_OF_TRIANGLE_ROW * min(rows, _LARGEST_TRIANGLE)
+        each = _OPERATIONS_OF_WIDE_TRIANGLE_ROW.get(equation.inputs[0].dtype.name, _OPERATIONS_OF_TRIANGLE_ROW)
+        return 2 if is_called else _OPERATIONS_AROUND_ROWS + each * min(rows, _LARGEST_TRIANGLE)
     if equation.primitive == "fft":
         return _OPERATIONS_OF_TRANSFORM * len(equation.params["fft_lengths"])
     if equation.primitive in _OPERATIONS_OF_ONE_KEY and math.prod(equation.inputs[0].shape) == 1:
@@ -142,7 +143,8 @@ _EXTRA_OPERATIONS = {
 }
 _OPERATIONS_OF_ONE_KEY = {"random_fold_in": 1, "random_split": 2}  # extra ones; the words of one key are scalars
 _OPERATIONS_OF_SYSTEM_ROW = 3  # of a tridiagonal system, which is solved row by row
-_OPERATIONS_OF_TRIANGLE_ROW = 3  # of a triangular system in fewer bits than 32, which is inverted row by row
+_OPERATIONS_OF_TRIANGLE_ROW = 3  # of a triangular system in other than 32 bits, which is inverted row by row
+_OPERATIONS_OF_WIDE_TRIANGLE_ROW = {"float64": 164, "complex128": 492}  # each number is a sum of several narrow ones
 _OPERATIONS_AROUND_ROWS = 4  # around that loop
 _LARGEST_TRIANGLE = 128  # rows that are inverted by themselves; larger triangles are products of such
 _OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied

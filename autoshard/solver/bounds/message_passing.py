@@ -233,14 +233,15 @@ class Relaxation:
             direction = over if direction is None else smoothing * direction + (1 - smoothing) * over
             slope = np.where((self.prices.values <= 0) & (direction < 0), 0.0, direction)
             tried += 1
-            if tried > own.patience or not slope.any():
+            steepness = (slope * slope).sum()  # a product of BLAS depends on threads
+            if tried > own.patience or not steepness:  # 0 also where the shares of what is over are next to nothing
                 tried, aim, direction = 0, own.aim_factor * gap / scale, None
                 self.prices.set(prices)
                 self._messages = messages.copy()
                 if aim < own.last_aim:
                     break
             else:
-                step = own.step * (best + gap - bound) / (slope * slope).sum()  # a product of BLAS depends on threads
+                step = own.step * (best + gap - bound) / steepness
                 self.prices.set(np.maximum(0.0, self.prices.values + step * slope))
         for forward in (True, False) * own.last_rounds:  # until the messages suit the best prices again
             bound = self.sweep(forward=forward)

@@ -22,7 +22,7 @@ from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import kept_inside, turns_that_read
+from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, turns_that_read
 from autoshard.model.xla.products import VectorProducts
 from autoshard.model.xla.rounding import Widths, widths_of
 from autoshard.program import Value
@@ -427,7 +427,7 @@ def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
         {},
         fast,
         backend=adjusted(V5E, "loop_memory", bytes=room),
-        kept=kept_inside(program, Widths(), sums=True),
+        kept=kept_inside(program, Widths(), LoopMemory(keeps_sums=True)),
     )
     seconds = {
         group.equations[0].primitive: asked.group(group).seconds[0].compute
@@ -449,7 +449,12 @@ def test_what_a_loop_only_reads_stays_in_the_chip(room, through, view):
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
     backend = adjusted(V5E, "loop_memory", bytes=room)
     asked = Prices(
-        {}, fast, widths, backend, kept=kept_inside(program, widths, sums=True), instead=read_through(groups)
+        {},
+        fast,
+        widths,
+        backend,
+        kept=kept_inside(program, widths, LoopMemory(keeps_sums=True)),
+        instead=read_through(groups),
     )
     (product,) = (group for group in groups if group.contracts)
     assert asked.group(product).seconds[0].compute == pytest.approx(3e-9 * (2**15 * through + 8 * 128 * (2 + 4)))

@@ -1,6 +1,7 @@
 """Programs in which starting operations decides, beside libtpu's own cycles; each fails without the habit it shows."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
 from autoshard.model import formulating, grouping, workspaces
-from autoshard.model.xla import backends, operations
+from autoshard.model.xla import backends, loop_memory, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.products import FourierProducts
@@ -111,6 +112,12 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         [WHOLE, ROWS, ROWS],
         without(combining=Combining(below_bytes=2.0**26)),
     ),
+    "sums of what a loop hands on": (
+        lambda w, x: jax.lax.scan(lambda x, _: (lambda y: (y, y.mean()))(jnp.tanh(x @ w)), x, None, length=64),
+        [array(512, 512), array(64, 512)],
+        [WHOLE, WHOLE],
+        lambda patch: patch.setattr(loop_memory, "_made_in_small_loops", lambda program, room: {}),
+    ),
     "what a larger loop repeats": (normalised, [array(64, 256), array(256)], [WHOLE, WHOLE], nothing_runs_ahead),
     "several results of one array": (gated, [array(64, 256), array(64, 256)], [WHOLE, WHOLE], nothing_runs_beside),
     "a sum and what else is made": (
@@ -183,6 +190,19 @@ def test_small_programs(monkeypatch, name):
     assert 1 / 1.6 <= foreseen(fn, shapes, specs) / schedule.step_seconds <= 1.6
     fault(monkeypatch)
     assert not 1 / 1.6 <= foreseen(fn, shapes, specs) / schedule.step_seconds <= 1.6
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_triangles_of_wide_numbers(dtype):
+    """Within a factor of 1.6 of libtpu's cycles: TPU solves them row by row, in many operations each."""
+    pytest.importorskip("libtpu")
+    with jax.enable_x64(True):
+        shapes, whole = [array(8, 8, dtype=dtype)] * 2, NamedSharding(target_mesh(MACHINE, AXES), P())
+        solve = partial(jax.lax.linalg.triangular_solve, left_side=True, lower=True)
+        compiled = jax.jit(solve, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
+        predicted = foreseen(solve, shapes, [WHOLE, WHOLE])
+    schedule = schedule_of(compiled.as_text(), AXES, autoshard.topology(MACHINE, AXES), CHIPS["v5e"].clock)
+    assert 1 / 1.6 <= predicted / schedule.step_seconds <= 1.6
 
 
 HELD = {  # function of what shapes, and rows of facts without which its peak is off
