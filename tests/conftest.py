@@ -29,6 +29,14 @@ boundary.RAISES = True  # faults that users would find in a log alone
 gc.set_threshold(100_000, 50, 100)
 
 
+# Files with tests of ten seconds and more: one that begins last is waited for by the other worker.
+LONG = ("test_notebooks.py", "test_examples.py", "test_every_process.py", "test_hosts.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 @pytest.fixture
 def blind(monkeypatch):
     """The planner takes every peak for a share of what it is: `blind(0.3)`."""

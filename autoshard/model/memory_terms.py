@@ -304,9 +304,10 @@ def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
 @of_outputs
 def unfinished_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """The unreduced result, until the reduced one is used: XLA runs reductions that do not wait for others together."""
-    point = output.group.point
-    first = output.lifetime.used[0] if output.lifetime.used else point
-    yield HeldBytes(output.node, (point, max(point + 1, first)), output.unfinished * ~output.waits)
+    if np.count_nonzero(output.unfinished):
+        point = output.group.point
+        first = output.lifetime.used[0] if output.lifetime.used else point
+        yield HeldBytes(output.node, (point, max(point + 1, first)), output.unfinished * ~output.waits)
 
 
 @of_outputs

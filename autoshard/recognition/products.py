@@ -134,7 +134,7 @@ def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _WeightPro
     for _, eqn, met in _reads(weights, _readers_in(body, tree, cotangent), cotangent, read.other_roles, weights.keys):
         if met.gone != ((VALUE,),) or _flat(met.both) != set(weights.batch) or eqn is of_value:
             continue
-        told = _Told(weights, cotangent, read.other_roles, tree.origin(met.other), met.other_roles, eqn)
+        told = _CotangentProduct(weights, cotangent, read.other_roles, tree.origin(met.other), met.other_roles, eqn)
         found = {2: Gradient(of_value, _roles(weights, of_value, read), 1.0)}
         for operand, other in ((0, weights.key), (1, weights.query)):
             for _, product in _readers_in(body, tree, other):
@@ -152,7 +152,7 @@ def _readers_in(body: Body, tree: Tree, origin: Var) -> list[tuple[Body, JaxprEq
 
 
 @dataclass(eq=False)
-class _Told:
+class _CotangentProduct:
     """The forward pass, with a cotangent and its product with the values."""
 
     weights: Weights
@@ -190,7 +190,7 @@ class _Told:
         return probe
 
 
-def _gradient(told: _Told, operand: int, other: Var, product: JaxprEqn) -> Gradient | None:
+def _gradient(told: _CotangentProduct, operand: int, other: Var, product: JaxprEqn) -> Gradient | None:
     """A product of logits' gradients with keys or queries; None if it is none."""
     tree = told.weights.tree
     if product.primitive.name != "dot_general" or len(product.invars) != 2:
@@ -204,7 +204,9 @@ def _gradient(told: _Told, operand: int, other: Var, product: JaxprEqn) -> Gradi
     return None if shown is None else Gradient(product, *shown)
 
 
-def _roles_and_factor(told: _Told, operand: int, other: Var, product: JaxprEqn) -> tuple[Roles, float] | None:
+def _roles_and_factor(
+    told: _CotangentProduct, operand: int, other: Var, product: JaxprEqn
+) -> tuple[Roles, float] | None:
     """Of a gradient of queries or keys, from its operand that is no key or query; None if it is none."""
     weights, probes = told.weights, told.probes
     if not probes[0].follows(other):
