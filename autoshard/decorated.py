@@ -311,10 +311,12 @@ class ShardedFunction(Generic[Parameters, Result]):
                 if not traced.closes_over_tracers:
                     compiled = self._compiled.get((*key, traced.types))
                 if compiled is None:
+                    # Processes plan the same, whatever their clocks.
+                    options = self._options if self._group is not None else self._options.timed()
                     try:
-                        compiled = self._fastest_rewritten(traced)
+                        compiled = self._fastest_rewritten(traced, options)
                     except MemoryLimitError as error:
-                        raise self._open_choice(traced, self._options).confirmed(error) from error
+                        raise self._open_choice(traced, options).confirmed(error) from error
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
@@ -337,24 +339,21 @@ class ShardedFunction(Generic[Parameters, Result]):
             self._compiled[key] = made
         return made
 
-    def _fastest_rewritten(self, traced: StepVariants) -> PlannedStep:
+    def _fastest_rewritten(self, traced: StepVariants, options: Options) -> PlannedStep:
         """The step rewritten as is fastest, if that is asked for. The best plans of that alone are compiled."""
-        options, devices = self._options, self._options.mesh.size
+        devices = options.mesh.size
         if self._given is not None or not options.rewrites:
             rewrites = self._given.rewrites if self._given else ()
             return self._fastest(as_planned(traced, rewrites, devices), options)
-        timed = (
-            options if self._group is not None else options.timed()
-        )  # processes plan the same, whatever their clocks
 
         def planned(variants: StepVariants, enough: float, share: float) -> PlannedStep:
-            limited = replace(timed, refine=1, time_limit=share * options.time_limit)
+            limited = replace(options, refine=1, time_limit=share * options.time_limit)
             return self._fastest(variants, replace(limited, enough=self._enough(enough, limited)))
 
-        found = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, timed.ends).fastest()
+        found = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, options.ends).fastest()
         if options.refine == 1:
             return found
-        refined = self._fastest(as_planned(traced, found.plan.rewrites, devices), timed)
+        refined = self._fastest(as_planned(traced, found.plan.rewrites, devices), options)
         return proven(refined, found.plan.bound)
 
     def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:

@@ -236,7 +236,8 @@ def test_tactics_hold_in_stacks(unrolled_muon, monkeypatch):
     monkeypatch.setattr(BatchedFunctions, "of", lambda closed: None)
     written = autoshard.plan(step, *arguments, **options, **tactics)
     assert any("in a stack of 8" in one for one in stacked.warnings) and stacked.gap < 1e-6
-    assert stacked.predicted.step_seconds < 0.8 * written.predicted.step_seconds
+    # Compiled for v5e, 1.30 and 1.67 ms by libtpu's estimate.
+    assert stacked.predicted.step_seconds < 0.85 * written.predicted.step_seconds
     weights = [one.spec for one in stacked.arguments if one.name.startswith("state/0")]
     assert weights == [P(("data", "model"))] * 6
     assert weights == [one.spec for one in written.arguments if one.name.startswith("state/0")]

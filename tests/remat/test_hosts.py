@@ -14,6 +14,7 @@ from oracles import mesh_of
 from autoshard import ArgumentError, MemoryLimitError, Plan, autoshard, planning, topology
 from autoshard.jaxprs import HOST
 from autoshard.mesh.targets import target_mesh
+from autoshard.variants import open_choice
 
 LAYERS, WIDTH, ROWS = 8, 32, 64
 MESH = mesh_of({"data": 4})
@@ -49,7 +50,8 @@ def as_predicted(monkeypatch):
         sizes |= {"alias_size_in_bytes": 0, "temp_size_in_bytes": 0}
         return SimpleNamespace(memory_analysis=lambda: SimpleNamespace(**sizes))
 
-    monkeypatch.setattr(planning, "_compiled", compiled)
+    for module in (planning, open_choice):
+        monkeypatch.setattr(module, "compiled", compiled)
 
 
 needs_hosts = pytest.mark.usefixtures("as_predicted")
