@@ -107,8 +107,10 @@ def confirmed(
         compiled: compiles a plan.
     """
     plan = planned(error.needed)
-    peak = None if plan is None else _compiled_peak(compiled, plan)
-    if plan is None or peak is None or math.isinf(peak) or fits(peak, error.needed + PAGE_BYTES):
+    if plan is None:
+        return error
+    peak = _compiled_peak(compiled, plan)
+    if peak is None or math.isinf(peak) or fits(peak, error.needed + PAGE_BYTES):
         return error
     return MemoryLimitError(
         f"{plan.name}: no plan fits in {bytes_text(error.budget)} per device. The leanest is predicted to hold "

@@ -185,7 +185,7 @@ class _Formulator:
         self.returns = returned(program)
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
         self.unread = {value.id for value in program.values if not program.reads[value.id]} - self.result_ids
-        self.looped = looped(program)
+        self.looped, self.end = looped(program), max(1, len(program.equations))  # arguments are there, whatever runs
 
     def formulation(self, memory: float | None) -> Formulation:
         first_group = len(self.program.arguments)
@@ -321,7 +321,7 @@ class _Formulator:
                 is_copied=index in copied,
                 gradient=copied.get(index),
                 returns=self.returns[value.id],
-                end=max(1, len(self.program.equations)),
+                end=self.end,
                 nodes=self.group_node,
                 strategies=self._strategies,
                 prices=self.prices,
@@ -372,7 +372,7 @@ class _Formulator:
             in_place=value.id in in_place,
             points=self.start,
             unread=self.unread,
-            end=max(1, len(self.program.equations)),
+            end=self.end,
             prices=self.prices,
         )
         self._hold(part for term in OUTPUT_TERMS for part in term(output))

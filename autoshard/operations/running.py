@@ -105,9 +105,7 @@ class Call:
 
     def partial(self, run: Run, mesh: MeshShape) -> list[Axes]:
         """Per result the axes over which the devices' results are summed up; a role's axes are the function's own."""
-        implementation = self.operation.named(run.name)
-        own = () if implementation is None else implementation.splits
-        found = []
+        own, found = self.own_roles(run), []
         for dims in self.rule.results:
             has = set(itertools.chain(*dims))
             summed = {
@@ -171,7 +169,7 @@ class Call:
         of_forward = replace(self.rule, operands=operands[:count], results=operands[count : count + results])
         forward_of = replace(self, operation=forward.operation, rule=of_forward)._local(run, mesh)
         assigned = self.assignment(run, mesh)
-        by_roles = {axis for role, axes in run.roles if role in implementation.splits for axis in axes}
+        by_roles = set(itertools.chain(*self.own_roles(run).values()))
 
         def alike(dims: Dims) -> Axes:
             """The axes of roles along which devices hold the same of a tensor."""

@@ -110,24 +110,20 @@ class _Search:
         """Looks among all that the bounds of a mixture leave, and near the choices that are known."""
         for choice, bound in self.problems.labelled(self.best.choice, share, gap=self.close_gap, budget=self.budget):
             self.bound = max(self.bound, bound)
-            if choice is not None:
-                self.learn(choice)
+            self.learn(choice)
         if self.budget.over or self.is_close:
             return
         fits = list[bool]()
         for choice in self.problems.near(self.by_cost, share, budget=self.budget):
-            if choice is not None:
-                self.learn(choice)
+            self.learn(choice)
             fits.append(choice is None or self.fits(choice))
         if not (self.budget.over or self.is_close or (fits and all(fits))):
             choice = self.problems.recombined(self.by_cost(), gap=self.gap, budget=self.budget)
-            if choice is not None:
-                self.learn(choice)
+            self.learn(choice)
         if not (self.budget.over or self.is_close):
             choice, bound = self.problems.solved(self.best.choice, share, gap=self.gap, budget=self.budget)
             self.bound = max(self.bound, bound)
-            if choice is not None:
-                self.learn(choice)
+            self.learn(choice)
 
     def by_cost(self) -> list[tuple[int, ...]]:
         """The choices that are known, the cheapest one first."""
@@ -142,8 +138,10 @@ class _Search:
         """Cost by which an integer program may miss the best choice."""
         return 0.5 * self.close_gap * self.bound
 
-    def learn(self, choice: Sequence[int]) -> None:
-        """Takes a choice into account, and as the best one where it is."""
+    def learn(self, choice: Sequence[int] | None) -> None:
+        """Takes a choice into account, if one was found, and as the best one where it is."""
+        if choice is None:
+            return
         choice = tuple(choice)
         self.known[choice] = costs = self.problems.costs(choice)
         if max(costs) < self.best.cost and self.fits(choice):

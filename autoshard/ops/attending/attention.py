@@ -177,6 +177,5 @@ def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation
         return gradients_like(call.backward(saved, whole=has_all(call)), inputs)
 
     computed.said = repr(variant)
-    computed.interchangeable = frozenset("bg")
     add_implementations(computed, variant)
     return computed

@@ -49,7 +49,7 @@ class Softmax(NamedTuple):
 
     @property
     def output(self) -> jax.Array:
-        return lax.div(self.o, _by_value(self.l))
+        return lax.div(self.o, by_value(self.l))
 
 
 @functools.partial(
@@ -194,7 +194,7 @@ def _by_key(x: jax.Array) -> jax.Array:
     return lax.expand_dims(x, (4,))
 
 
-def _by_value(x: jax.Array) -> jax.Array:
+def by_value(x: jax.Array) -> jax.Array:
     """The same, beside outputs: ``[b, g, r, t]`` to ``[b, t, g, r, 1]``."""
     return lax.expand_dims(lax.transpose(x, (0, 3, 1, 2)), (4,))
 
@@ -208,7 +208,7 @@ def attend(
     weights, kept = lax.exp(lax.sub(logits, _by_key(m))), lax.exp(lax.sub(so_far.m, m))
     l = lax.add(lax.mul(so_far.l, kept), lax.reduce_sum(weights, (4,)))  # noqa: E741
     more = _product("bsgv,bgrts->btgrv", value, lax.convert_element_type(weights, value.dtype), wide(query))
-    return Softmax(m, l, lax.add(lax.mul(so_far.o, _by_value(kept)), more))
+    return Softmax(m, l, lax.add(lax.mul(so_far.o, by_value(kept)), more))
 
 
 class Gradients(NamedTuple):

@@ -13,7 +13,7 @@ from jax import lax
 from autoshard.operations.operation import Operation
 from autoshard.operations.split import CallSplit
 from autoshard.ops.attending import heads, rings
-from autoshard.ops.attending.blocks import Gradients, Softmax, SoftmaxResiduals
+from autoshard.ops.attending.blocks import Gradients, Softmax, SoftmaxResiduals, by_value
 from autoshard.ops.attending.heads import Exchange
 from autoshard.ops.attending.operands import AttentionOperands, Rows, Variant, gradients_like, saved_of
 
@@ -128,7 +128,7 @@ def _add_split_keys(operation: Operation, variant: Variant) -> None:
         m = lax.pmax(found.m, axes)
         kept = jnp.exp(found.m - m)
         l = lax.psum(found.l * kept, axes)  # noqa: E741
-        o = lax.psum(found.o * jnp.moveaxis(kept, 3, 1)[..., None], axes)
+        o = lax.psum(found.o * by_value(kept), axes)
         return Rows.of(Softmax(m, l, o), arrays[0]).results
 
     made = operation.implementation(splits={PARTS: "k"}, name="split_keys", where=moves_less)(local)
@@ -157,6 +157,7 @@ def add_implementations(operation: Operation, variant: Variant) -> None:
     def has_none(split: CallSplit) -> bool:
         return not has_halves(split)
 
+    operation.interchangeable = _EITHER
     _add(operation, variant, "ulysses", (heads.ROLE,), _of_device(), always)
     for name, kind, fits in (("ring", _of_ring(), has_none), ("zigzag", _of_zigzag(), has_halves)):
         _add(operation, variant, name, (rings.ROLE,), kind, fits)

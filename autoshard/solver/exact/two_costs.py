@@ -18,6 +18,7 @@ import numpy as np
 
 from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.bounds.settings import RELAXATION, RelaxationSettings
+from autoshard.solver.exact.labels import LabelOutcome
 from autoshard.solver.exact.two_cost_labels import labelled
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.runtime.budget import Budget
@@ -119,17 +120,15 @@ class TwoCosts:
             options = self._options(least, ceiling)
             if budget.over or not all(map(len, options)) or cost <= bound * (1 + gap):
                 return
-            few = TwoCosts(restricted(self._free.first, options), restricted(self.second, options))
-            outcome = labelled(few.first, few.second, few.mixed, share, ceiling, budget.spend)
+            outcome = self._labelled_among(options, share, ceiling, budget)
             if outcome is None:
                 reaches = [math.sqrt(narrow * min(reach, cost / bound - 1))] if narrow and not is_between else []
                 is_between = True
                 continue
-            narrow, found, known = reach, None, min(outcome.bound, ceiling)
+            narrow, known = reach, min(outcome.bound, ceiling)
             if outcome.choice is not None:
-                found = tuple(int(own[at]) for own, at in zip(options, outcome.choice, strict=True))
-                cost = min(cost, max(self.costs(found)))
-            yield found, known
+                cost = min(cost, max(self.costs(outcome.choice)))
+            yield outcome.choice, known
             if ceiling >= cost or cost <= known * (1 + gap):
                 return
 
@@ -155,12 +154,20 @@ class TwoCosts:
             best, *others = known()
             pairs = zip(zip(best, *others, strict=True), lowest, strict=True)
             options = [np.unique([*own, *few[:count]]) for own, few in pairs]
-            few = TwoCosts(restricted(self._free.first, options), restricted(self.second, options))
-            outcome = labelled(few.first, few.second, few.mixed, share, max(self.costs(best)), budget.spend)
+            outcome = self._labelled_among(options, share, max(self.costs(best)), budget)
             if outcome is None:
                 return
-            chosen = outcome.choice and tuple(int(own[at]) for own, at in zip(options, outcome.choice, strict=True))
-            yield chosen or None
+            yield outcome.choice
+
+    def _labelled_among(
+        self, options: Sequence[np.ndarray], share: float, wanted: float, budget: Budget
+    ) -> LabelOutcome | None:
+        """What labels find among some options of each node, memory aside; None if these are wide."""
+        few = TwoCosts(restricted(self._free.first, options), restricted(self.second, options))
+        outcome = labelled(few.first, few.second, few.mixed, share, wanted, budget.spend)
+        if outcome is None or outcome.choice is None:
+            return outcome
+        return replace(outcome, choice=_chosen_of(options, outcome.choice))
 
     @property
     def _free(self) -> TwoCosts:
@@ -219,7 +226,12 @@ def _cheapest(
         budget.interrupt()
     if outcome.choice is None:
         return None, outcome.bound
-    return tuple(int(own[at]) for own, at in zip(options, outcome.choice, strict=True)), outcome.bound
+    return _chosen_of(options, outcome.choice), outcome.bound
+
+
+def _chosen_of(options: Sequence[np.ndarray], choice: Sequence[int]) -> tuple[int, ...]:
+    """A choice among these options of each node, in the numbers of all."""
+    return tuple(int(own[at]) for own, at in zip(options, choice, strict=True))
 
 
 def restricted(problem: Problem, options: Sequence[np.ndarray]) -> Problem:
