@@ -131,7 +131,7 @@ cell.defvjp(lambda h, row, w: ((made := cell(h, row, w)), (h, w, made)), cell_ba
 def with_own_cell(w, x):
     """A recurrence whose cell has its own rule: JAX leaves a call without operands and results of the cell."""
     turn = lambda h, row: (cell(h, row, w["up"] @ w["down"]),) * 2  # noqa: E731
-    _, made = jax.lax.scan(turn, jnp.zeros(WIDTH), x)
+    _, made = jax.lax.scan(turn, jnp.zeros((2, WIDTH)), x.reshape(3, 2, WIDTH))
     return jnp.mean((made @ w["up"]) ** 2)
 
 
