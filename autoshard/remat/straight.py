@@ -222,6 +222,6 @@ class StraightBlock(Residuals):
 
 
 def _is_product(eqn: JaxprEqn) -> bool:
-    return facts_of(eqn.primitive.name).work in {Work.CONTRACTION, Work.FACTORIZATION, Work.FFT} or (
+    return facts_of(eqn.primitive.name).work in {Work.ATTENTION, Work.CONTRACTION, Work.FACTORIZATION, Work.FFT} or (
         eqn.primitive.name in LOOPS
     )
