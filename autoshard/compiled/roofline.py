@@ -1,4 +1,4 @@
-"""How long one operation of a compiled GPU program takes: the roofline of its FLOPs and of the memory it moves.
+"""How long one operation of a compiled GPU program takes: its start, and the roofline of its FLOPs and of its memory.
 
 XLA writes no estimate of its own into programs for GPU. Memory is what an operation reads and writes. A fusion may only
 take slices of an array, or only put a slice into one; then the slices count, whatever the fusion casts or transposes
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from autoshard.compiled.collectives import KINDS
 from autoshard.compiled.module import Instruction, Module, attribute, dims_of, dtype_of, operands, said, shape_bytes
 from autoshard.mesh.topology import Topology
+from autoshard.model.xla.operations import KERNEL_SECONDS
 
 # Opcodes that compute nothing, or whose work is counted in another computation.
 _FREE = frozenset({
@@ -37,7 +38,7 @@ class Roofline:
         if opcode in _FREE or opcode in KINDS or opcode.endswith(("-start", "-done")):
             return 0.0
         moved = sum(self._moved(computation, instruction)) / self.topology.memory_bandwidth
-        return max(moved, sum(self._computed(computation, instruction)))
+        return KERNEL_SECONDS + max(moved, sum(self._computed(computation, instruction)))
 
     def _given(self, computation: str, instruction: Instruction) -> list[str]:
         """The shapes of the operands."""

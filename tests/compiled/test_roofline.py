@@ -5,6 +5,7 @@ import pytest
 from autoshard import topology
 from autoshard.compiled.module import Module
 from autoshard.compiled.roofline import Roofline
+from autoshard.model.xla.operations import KERNEL_SECONDS
 
 MACHINE = topology("h100:2x8", {"x": 16})
 HBM, BF16 = MACHINE.memory_bandwidth, MACHINE.flops_for("bfloat16")
@@ -92,5 +93,7 @@ def module():
     ("vector", 0.0),
 ])  # fmt: skip
 def test_an_operation_takes_its_memory_or_its_flops(module, name, seconds):
+    if seconds:
+        seconds += KERNEL_SECONDS
     instruction = next(one for one in module.computations["main"] if one.name == name)
     assert Roofline(module, MACHINE).seconds("main", instruction) == pytest.approx(seconds, rel=1e-12)

@@ -20,7 +20,7 @@ from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.fusion import Fusion
 from autoshard.model.xla.gathers import Gathers
 from autoshard.model.xla.loop_memory import LoopMemory
-from autoshard.model.xla.operations import Operations
+from autoshard.model.xla.operations import KERNEL_SECONDS, Operations
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.products import FourierProducts, VectorProducts
 from autoshard.model.xla.recopies import Recopies
@@ -109,7 +109,7 @@ H100 = Backend(
         overwritten_by=_IN_PLACE - {"sort"},
         reshapes_in_place=True,
     ),
-    operations=Operations(least_seconds=2.0e-6, are_kernels=True),
+    operations=Operations(least_seconds=KERNEL_SECONDS, are_kernels=True),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
     recopies=Recopies(pieces=1),
     rounding=Rounding(before_moves=True, widens_after_moves=True),

@@ -37,6 +37,8 @@ from autoshard.model.xla.products import multiplies_vector, product_sizes
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Program, Value
 
+KERNEL_SECONDS = 2e-6  # from one kernel of a GPU to the next, however little they do; 1.0 to 2.8 by kind
+
 
 @dataclass(frozen=True)
 class Operations:
