@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -124,11 +125,11 @@ def options_of(
     for pattern, spec in (fixed or {}).items():
         if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
             raise ArgumentError(f"fixed[{pattern!r}] = {spec!r}; a path or glob and its PartitionSpec are needed")
-    if isinstance(time_limit, bool) or not isinstance(time_limit, int | float) or not time_limit >= 0:
+    if not is_number(time_limit) or not time_limit >= 0:
         raise ArgumentError(f"time_limit={time_limit!r}; seconds are needed, 0 or more")
     if cache is not None and not isinstance(cache, str | Path):
         raise ArgumentError(f"cache={cache!r}; the path of a folder is needed")
-    if isinstance(refine, bool) or not isinstance(refine, int) or refine < 1:
+    if not is_whole_number(refine) or refine < 1:
         raise ArgumentError(f"refine={refine!r}; how many plans to compile is needed, 1 or more")
     if not isinstance(ignore_constraints, bool):
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
@@ -145,7 +146,7 @@ def options_of(
         dict(fixed or {}),
         float(time_limit),
         folder,
-        refine,
+        int(refine),
         compiled_for,
         ignore_constraints,
         _turns(trips),
@@ -224,11 +225,21 @@ def _count(microbatches: Any) -> int | None:
     >>> _count(None), _count(4), _count("auto")
     (1, 4, None)
     """
-    if microbatches is None or microbatches == "auto":
+    if microbatches is None or (isinstance(microbatches, str) and microbatches == "auto"):
         return 1 if microbatches is None else None
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+    if not is_whole_number(microbatches) or microbatches < 1:
         raise ArgumentError(f"microbatches={microbatches!r}; how many is needed, 1 or more, or 'auto'")
-    return microbatches
+    return int(microbatches)
+
+
+def is_whole_number(value: Any) -> bool:
+    """Whether a value says how many: Python's integers, NumPy's, and no truth values."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value says how much: as `is_whole_number`, with fractions."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _remat(remat: Any) -> str | None:
@@ -252,12 +263,12 @@ def _turns(trips: Any) -> dict[str, int]:
     """
     said = trips if isinstance(trips, Mapping) else {} if trips is None else {"*": trips}
     for place, turns in said.items():
-        if not isinstance(place, str) or isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+        if not isinstance(place, str) or not is_whole_number(turns) or turns < 1:
             raise ArgumentError(
                 f"trips={trips!r}: a number of turns is needed, 1 or more, or a dict from where loops stand to such "
                 "numbers, as in trips={'solver.py:41': 64} or trips={'integrate': 64}"
             )
-    return dict(said)
+    return {place: int(turns) for place, turns in said.items()}
 
 
 def _devices(mesh: Mesh | AbstractMesh, machine: str | None) -> Mesh:
@@ -311,6 +322,6 @@ def bytes_of(size: str | float) -> float:
         number, prefix, binary = match.groups()
         power = _POWERS[prefix.lower()] if prefix else 0
         return float(number) * float((1024 if binary else 1000) ** power)
-    if isinstance(size, str | bool) or not isinstance(size, int | float) or not 0 <= size < math.inf:
+    if isinstance(size, str) or not is_number(size) or not 0 <= size < math.inf:
         raise ArgumentError(f"memory={size!r} is not a size; write bytes as a number, or as '14GiB' or '800MB'")
     return float(size)

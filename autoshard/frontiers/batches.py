@@ -15,6 +15,7 @@ from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
+from autoshard.options import is_whole_number
 from autoshard.program.flattening import flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.report.units import bytes_text
@@ -129,7 +130,7 @@ def _check_rows(multiple: Any, most: Any) -> None:
         ArgumentError: they are no numbers of rows, or no multiple is within the most.
     """
     rows = (most,) if multiple is None else (multiple, most)
-    are_numbers = all(isinstance(one, int) and not isinstance(one, bool) for one in rows)
+    are_numbers = all(map(is_whole_number, rows))
     if not are_numbers or not 1 <= rows[0] <= most:
         raise ArgumentError(f"multiple={multiple!r}, most={most!r}; rows are needed, 1 or more, and no more than most")
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.chips import CHIPS
+from autoshard.options import is_whole_number
 from autoshard.user_plan import Plan
 
 _HOST = 8  # devices of one host, of chips that no torus joins
@@ -56,7 +57,7 @@ def fewest_devices(
     names = axes if isinstance(axes, list | tuple) else ()
     if not all(isinstance(name, str) for name in names) or not 1 <= len(set(names)) == len(names) <= 2:
         raise ArgumentError(f"axes={axes!r}; the names of one or two mesh axes are needed, as in ('data', 'model')")
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+    if not is_whole_number(most) or most < 1:
         raise ArgumentError(f"most={most!r}; a number of devices is needed, 1 or more")
 
     def fitting(power: int) -> Iterator[Plan]:

@@ -21,6 +21,7 @@ from autoshard.frontiers.plans import Frontier
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
+from autoshard.options import is_whole_number
 from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.user_plan import Plan
@@ -67,7 +68,7 @@ def frontier(
         ArgumentError: an option is of the wrong kind.
         MemoryLimitError: nothing fits into the `memory` that is given.
     """
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+    if not is_whole_number(points) or points < 2:
         raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
     step = TracedVariants.of(fn, args, kwargs or {}, mesh, topology, options)
     searches = points + _FURTHER

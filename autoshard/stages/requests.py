@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autoshard.errors import ArgumentError
+from autoshard.options import is_whole_number
 from autoshard.pipeline import ASYNCHRONOUS, SCHEDULES, Schedule, schedule
 
 BACKENDS = ("programs", "one_jit")
@@ -40,8 +41,10 @@ class PipelineRequest:
             )
         for name in ("stages", "microbatches", "chunks"):
             count = said.get(name, 1)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            if not is_whole_number(count) or count < 1:
                 raise ArgumentError(f"pipeline: {name}={count!r}; how many is needed, 1 or more")
+            if name in said:
+                said = {**said, name: int(count)}
         if said.get("microbatches", 2) < 2:
             raise ArgumentError(
                 "pipeline: microbatches=1; stages take 2 or more, since one alone keeps a single stage at work.\n"

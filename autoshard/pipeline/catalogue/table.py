@@ -205,6 +205,10 @@ def _chunks(name: str, rule: str, chunks: int) -> int:
     raise ArgumentError(f"schedule {name!r} {allowed}; chunks={chunks}. Any number: {', '.join(several)}.")
 
 
+def _up_to(stage: int) -> str:
+    return f"0 to {stage - 1}" if stage else "none"
+
+
 def _predecessors(stages: int, predecessors: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:
     if predecessors is None:
         return [() if stage == 0 else (stage - 1,) for stage in range(stages)]
@@ -219,7 +223,7 @@ def _predecessors(stages: int, predecessors: Sequence[Sequence[int]] | None) -> 
     for stage, before in enumerate(found):
         if before and not 0 <= before[0] <= before[-1] < stage:
             raise ArgumentError(
-                f"predecessors[{stage}]={before}: a stage reads stages of smaller numbers, 0 to {stage - 1} here; "
+                f"predecessors[{stage}]={before}: a stage reads stages of smaller numbers, {_up_to(stage)} here; "
                 "number them in an order in which they can run"
             )
     return found
