@@ -22,6 +22,7 @@ class Work(Enum):
     FFT = auto()
     RANDOM = auto()  # rounds of a generator
     REDUCTION = auto()  # one per element that it takes in
+    SCALED_PRODUCT = auto()  # two per product that it sums, as a contraction
     SCATTER = auto()  # one per element of the updates
     SORT = auto()
     TOP_K = auto()
@@ -87,7 +88,7 @@ PRIMITIVES: dict[str, Facts] = {
     # contractions.py
     **_rows("dot_general", Work.CONTRACTION),
     **_rows("ragged_dot_general", Work.CONTRACTION, runs_on_shards=True),
-    **_rows("scaled_dot scaled_matmul scaled_matmul_wrapper", Work.UNKNOWN),
+    **_rows("scaled_dot scaled_matmul scaled_matmul_wrapper", Work.SCALED_PRODUCT),
     # dims.py
     **_rows("empty empty2 stack tile unstack", Work.NONE),
     **_rows("concatenate pad", Work.NONE, is_loop=True),

@@ -54,6 +54,9 @@ def flops(equation: Equation) -> float:
             return _attention_flops(equation)
         case Work.REDUCTION:
             return float(max(map(math.prod, shapes)))
+        case Work.SCALED_PRODUCT:
+            (contracted, _), _ = params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
+            return 2.0 * result * math.prod(shapes[0][dim] for dim in contracted)
         case Work.SCATTER:
             return float(math.prod(shapes[2]))
         case Work.WINDOW:
