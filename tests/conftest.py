@@ -37,6 +37,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG)
 
 
+def pytest_sessionfinish():
+    """pytest looks for garbage five times over as it ends, and Python once more: in millions of objects by then."""
+    gc.freeze()
+
+
 @pytest.fixture
 def blind(monkeypatch):
     """The planner takes every peak for a share of what it is: `blind(0.3)`."""

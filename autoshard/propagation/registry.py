@@ -13,7 +13,7 @@ from typing import Any
 from autoshard.errors import RuleError
 from autoshard.jaxprs import JaxprEqn, call_name
 from autoshard.program import Equation
-from autoshard.propagation.rule import Rule, Shape, names_of, whole
+from autoshard.propagation.rule import KEPT_RULES, Rule, Shape, names_of, whole
 
 _RULES: dict[str, Callable[[Equation], Rule]] = {}
 _NAMED = frozenset({"ffi_call", "pallas_call"})  # one primitive for many things, each with a name of its own
@@ -84,7 +84,7 @@ def register_rule(
         "sizes": dict(sizes or {}),
     }
 
-    @lru_cache(maxsize=4096)
+    @lru_cache(maxsize=KEPT_RULES)
     def parsed(shapes: tuple[Shape, ...]) -> Rule:
         return Rule.parse(notation, *shapes, **said)
 

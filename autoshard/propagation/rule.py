@@ -28,6 +28,8 @@ from autoshard.propagation.halos import Reach
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: dim -> factors, major to minor
 Shape = tuple[int, ...]
 
+KEPT_RULES = 256  # by each function that makes rules of shapes: those of a large step, and not of every shape there was
+
 
 @dataclass(frozen=True)
 class Rule:

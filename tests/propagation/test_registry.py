@@ -1,5 +1,6 @@
 """Registering rules, and what happens without one."""
 
+import importlib
 import warnings
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from autoshard.errors import RuleError
 from autoshard.program import trace
 from autoshard.propagation import Rule, UnknownPrimitiveWarning, register_rule, rule_of, rules_for
 from autoshard.propagation.registry import has_rule, rule
+from autoshard.propagation.rule import KEPT_RULES
 
 
 def primitive_like_matmul(name: str) -> Primitive:
@@ -31,6 +33,17 @@ def test_a_second_rule_is_an_error():
         rule("tanh")(lambda equation: None)
     with pytest.raises(RuleError, match="'dot_general' already has a sharding rule"):
         register_rule("dot_general", "i k, k j -> i j", reduction="k")
+
+
+def test_no_more_rules_are_kept_than_a_large_step_has():
+    """In a process that plans many shapes rules would pile up."""
+    for size in range(2, KEPT_RULES + 50):
+        given = jax.ShapeDtypeStruct((size, 2), jnp.float32)
+        rules_for(trace(lambda x, y: (x + y).sum(), (given, given), {}))
+    for family in ("elementwise", "reductions"):
+        rules = importlib.import_module(f"autoshard.propagation.rules.{family}")
+        kept = [one for one in vars(rules).values() if hasattr(one, "cache_info")]
+        assert kept and max(one.cache_info().currsize for one in kept) == KEPT_RULES
 
 
 def test_unknown_primitive_is_kept_whole_and_named_once():

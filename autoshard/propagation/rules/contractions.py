@@ -8,7 +8,7 @@ from typing import Any
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, Shape
+from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape
 from autoshard.propagation.rules.elementwise import shapes_of
 
 
@@ -24,7 +24,7 @@ def dot_general(equation: Equation) -> Rule:
 _Pairs = tuple[tuple[int, ...], tuple[int, ...]]  # dims of the left operand, and those of the right that they meet
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _dot_general(operands: tuple[Shape, ...], result: Shape, contracting: _Pairs, batch: _Pairs) -> Rule:
     builder = RuleBuilder(operands, [result])
     _product_factors(builder, operands, contracting, batch)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
+from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of
 
 
@@ -18,7 +18,7 @@ def broadcast_in_dim(equation: Equation) -> Rule:
     return _broadcast_in_dim(operands, result, tuple(equation.params["broadcast_dimensions"]))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _broadcast_in_dim(operands: tuple[Shape, ...], result: Shape, target: tuple[int, ...]) -> Rule:
     builder = RuleBuilder(operands, [result])
     source = {to: dim for dim, to in enumerate(target) if operands[0][dim] == result[to]}
@@ -72,7 +72,7 @@ def reshape(equation: Equation) -> Rule:
     return _reshape(operand, result, tuple(order))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _reshape(operand: Shape, result: Shape, order: tuple[int, ...]) -> Rule:
     """Walks both shapes from the major end, one common factor at a time.
 
@@ -193,7 +193,7 @@ def unstack(equation: Equation) -> Rule:
     return _stacked(results, operands[0], equation.params["axis"], stacking=False)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _stacked(pieces: tuple[Shape, ...], stacked: Shape, axis: int, stacking: bool) -> Rule:
     axis %= len(stacked)
     sides = (pieces, [stacked]) if stacking else ([stacked], pieces)
@@ -212,7 +212,7 @@ def transpose(equation: Equation) -> Rule:
     return _transpose(operands[0], result, tuple(equation.params["permutation"]))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _transpose(operand: Shape, result: Shape, permutation: tuple[int, ...]) -> Rule:
     builder = RuleBuilder([operand], [result])
     target = {dim: to for to, dim in enumerate(permutation)}

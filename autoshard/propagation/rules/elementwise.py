@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
+from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape, dimwise
 
 
 def shapes_of(equation: Equation) -> tuple[tuple[Shape, ...], tuple[Shape, ...]]:
@@ -117,7 +117,7 @@ PRIMITIVES = (
     "zeta",
 )
 
-_elementwise = lru_cache(maxsize=4096)(partial(dimwise, broadcasts=True))
+_elementwise = lru_cache(maxsize=KEPT_RULES)(partial(dimwise, broadcasts=True))
 
 
 @rule(*PRIMITIVES)
@@ -159,7 +159,7 @@ def paired(equation: Equation) -> Rule:
     return _paired(shapes_of(equation)[0])
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _paired(shapes: tuple[Shape, ...]) -> Rule:
     builder = RuleBuilder(shapes, shapes)
     for tensor, shape in enumerate(shapes):

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, Shape
+from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape
 from autoshard.propagation.rules.elementwise import shapes_of
 
 
@@ -94,7 +94,7 @@ def gather(equation: Equation) -> Rule:
     return _gather(operands, result, indexing)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _gather(operands: tuple[Shape, ...], result: Shape, indexing: _Indexing) -> Rule:
     array, indices = operands
     builder = RuleBuilder(operands, [result])
@@ -143,7 +143,7 @@ def _scatter_of(equation: Equation, kind_of_updates: str) -> Rule:
     return _scatter(operands, results, indexing, kind_of_updates)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _scatter(
     operands: tuple[Shape, ...], results: tuple[Shape, ...], indexing: _Indexing, kind_of_updates: str
 ) -> Rule:

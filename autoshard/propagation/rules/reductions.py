@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
+from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of
 
 
@@ -56,7 +56,7 @@ def reduction(equation: Equation) -> Rule:
     return _reduction(operands, results, tuple(equation.params["axes"]), 1)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _reduction(operands: tuple[Shape, ...], results: tuple[Shape, ...], reduced: Iterable[int], arrays: int) -> Rule:
     """The first `arrays` operands lose the `reduced` dims; the result keeps the others, in order."""
     builder = RuleBuilder(operands, results)

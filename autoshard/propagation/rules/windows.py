@@ -20,7 +20,7 @@ from autoshard.propagation.halos import Reach, Rows, hops, window_rows
 from autoshard.propagation.moves import Place, SourceRead, Step, reads
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, RuleBuilder, Shape, dimwise
+from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape, dimwise
 from autoshard.propagation.rules.elementwise import shapes_of
 from autoshard.propagation.source_halos import SharedReads, SourceHalos
 
@@ -65,7 +65,7 @@ def conv_general_dilated(equation: Equation) -> Rule:
     return _convolution(operands, result, specs, groups, tuple((s, int(p[0]), b, r) for s, p, b, r in moves))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _convolution(
     operands: tuple[Shape, ...],
     result: Shape,
@@ -221,7 +221,7 @@ def _in_steps(shapes: Iterable[Shape], dims: Iterable[tuple[int | None, ...]], r
     return [shape_in(shape, where, rank) if shape else () for shape, where in zip(shapes, dims, strict=True)]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=KEPT_RULES)
 def _stencil(
     steps: tuple[Step, ...],
     dims: tuple[tuple[int | None, ...], ...],
