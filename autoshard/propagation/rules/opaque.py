@@ -67,7 +67,6 @@ from autoshard.propagation.rules.elementwise import shapes_of
     "dce_sink",
     "dim_as_value",
     "dimension_size",
-    "inspect_sharding",
     "platform_index",
     "shape_assertion",
     "stage",
