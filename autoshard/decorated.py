@@ -26,7 +26,9 @@ from autoshard.arrays.arguments import (
     not_an_array,
     place,
     place_captured,
+    places_of,
     run_transformed,
+    transforms_types,
     type_of,
     whole_type,
     without_type,
@@ -39,7 +41,7 @@ from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywo
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned, program_of
 from autoshard.processes import Group
 from autoshard.program import Program, context, named_refusal
-from autoshard.program.explicit import is_explicit, type_sharding
+from autoshard.program.explicit import is_explicit
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.tracing import traced_step
@@ -130,10 +132,14 @@ class _Call(NamedTuple):
     compiled: PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
+    places: list[Any] | None  # of the arrays, on a mesh of one device; None: all lie as planned
 
     def may_run(self, flat: FlatCall) -> bool:
         """Whether no argument has to be looked at, as one that is deleted or that has to be copied."""
-        return not any(is_deleted(flat.arrays[i]) for i in self.sentinels) and not flat.share_arrays
+        # Where `jax.jit` was once not allowed to trace, it stays slow. So arrays lie as they did, if not as planned.
+        if any(is_deleted(flat.arrays[i]) for i in self.sentinels) or flat.share_arrays:
+            return False
+        return self.places is None or self.places == places_of(flat.arrays)
 
 
 def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
@@ -226,7 +232,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             flat = flattened(dynamic)
             leaves, signature = flat.arrays, (*signature[:2], flat.structure)
         self._modules_before = flat.structure if flat.structure.has_modules else None
-        if _by_hand() or _transforms_types(leaves):
+        if _by_hand() or transforms_types(leaves):
             plain = self._fn if flat.is_special else jax.jit(self._fn, **self._trace_keywords)
             inner: Result = plain(*args, **kwargs)
             return inner
@@ -246,7 +252,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         untouched = all(map(operator.is_, leaves, placed))
         # A Python callback may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
-        self._last = _Call(signature, compiled, compiled.run, compiled.sentinels) if again else None
+        places = None if compiled.plan.mesh.size > 1 else places_of(leaves)
+        self._last = _Call(signature, compiled, compiled.run, compiled.sentinels, places) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
             result: Result = compiled.result(flat, placed, compiled.run(*placed))
             return result
@@ -489,10 +496,3 @@ class ShardedFunction(Generic[Parameters, Result]):
 def _by_hand() -> bool:
     """Whether the caller runs on each device's shards, in a `shard_map` or `pmap`: nothing can be split there."""
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-
-
-def _transforms_types(leaves: Sequence[Any]) -> bool:
-    """Whether arrays are being transformed in explicit mode: how derivatives and batches lie, types say already."""
-    traced = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
-    explicit = is_explicit(jax.sharding.get_abstract_mesh())
-    return any(explicit or type_sharding(jax.typeof(leaf)) is not None for leaf in traced)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax import api_util
 from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.experimental import compute_on, set_xla_metadata
@@ -94,6 +95,16 @@ def equations_of(jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
             live |= {atom for atom in eqn.invars if isinstance(atom, Var)}
         equations.append(eqn)
     return equations[::-1]
+
+
+def with_live_equations(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same without equations that no result needs, those inside loops and calls included.
+
+    Differentiation leaves such equations where a metric is returned beside a loss: the derivative of a maximum counts
+    where it is reached, and nobody reads that.
+    """
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, True, instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 def _without_residuals(eqn: JaxprEqn) -> JaxprEqn:

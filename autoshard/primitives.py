@@ -16,11 +16,13 @@ class Work(Enum):
     NONE = auto()  # it only moves data
     PER_RESULT = auto()  # one per element of the result
     UNKNOWN = auto()  # not known, taken for one per element of the result
+    ATTENTION = auto()  # of cuDNN: two per product of queries, keys and values that is not masked
     CONTRACTION = auto()  # two per product that it sums
     FACTORIZATION = auto()  # by a textbook's formula, `mesh/compute.py`
     FFT = auto()
     RANDOM = auto()  # rounds of a generator
     REDUCTION = auto()  # one per element that it takes in
+    SCALED_PRODUCT = auto()  # two per product that it sums, as a contraction
     SCATTER = auto()  # one per element of the updates
     SORT = auto()
     TOP_K = auto()
@@ -86,7 +88,7 @@ PRIMITIVES: dict[str, Facts] = {
     # contractions.py
     **_rows("dot_general", Work.CONTRACTION),
     **_rows("ragged_dot_general", Work.CONTRACTION, runs_on_shards=True),
-    **_rows("scaled_dot scaled_matmul scaled_matmul_wrapper", Work.UNKNOWN),
+    **_rows("scaled_dot scaled_matmul scaled_matmul_wrapper", Work.SCALED_PRODUCT),
     # dims.py
     **_rows("empty empty2 stack tile unstack", Work.NONE),
     **_rows("concatenate pad", Work.NONE, is_loop=True),
@@ -150,14 +152,18 @@ PRIMITIVES: dict[str, Facts] = {
         """addupdate after_all bcoo_dot_general bcsr_dot_general buffer_callback call_exported call_hi_primitive check
         compute_on coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense core_map create_linear
         create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cudnn_fusion custom_fusion
-        custom_lin custom_partitioning dce_sink dim_as_value dimension_size dot_product_attention_bwd
-        dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-        dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-        dot_product_attention_fwd_wrapper einshape_lo fused_call fusible global_array_to_host_local_array
-        host_local_array_to_global_array mosaic_gpu_p mpmd_map pallas_call pin platform_index
-        rnn_bwd rnn_fwd run_scoped run_state shape_assertion spsolve stage swap todense tpu_custom_call unpin
-        unreachable""",
+        custom_lin custom_partitioning dce_sink dim_as_value dimension_size einshape_lo fused_call
+        fusible global_array_to_host_local_array host_local_array_to_global_array mosaic_gpu_p
+        mpmd_map pallas_call pin platform_index rnn_bwd rnn_fwd run_scoped run_state shape_assertion spsolve stage
+        swap todense tpu_custom_call unpin unreachable""",
         Work.UNKNOWN,
+    ),
+    **_rows(
+        """dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
+        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper""",
+        Work.ATTENTION,
+        never_fuses=True,
     ),
     **_rows("freeze new_ref", Work.NONE, relabels=True),
     **_rows("get", Work.NONE),

@@ -808,3 +808,21 @@ def test_an_error_of_the_users_function_passes_unchanged():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'") as caught:
         sharded(step)(WEIGHTS)
     assert not isinstance(caught.value, autoshard.AutoshardError)
+
+
+@pytest.mark.parametrize("made", [jnp.asarray, np.asarray])
+def test_on_one_device_a_batch_stays_as_it_is_made(made, monkeypatch):
+    fn = autoshard.autoshard(step, mesh=mesh_of({"x": 1}))
+    state = expected = WEIGHTS
+    for _ in range(3):
+        state, _ = fn(state, made(BATCH))
+
+    def looked(*args, **kwargs):
+        raise AssertionError("the arrays were looked at")
+
+    monkeypatch.setattr(fn, "_prepare", looked)
+    for _ in range(2):
+        state, loss = fn(state, made(BATCH))
+    for _ in range(5):
+        expected, last = jax.jit(step)(expected, BATCH)
+    assert_same((state, loss), (expected, last))

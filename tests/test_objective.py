@@ -104,16 +104,17 @@ def test_a_copy_that_is_read_in_two_widths():
 SPLIT = {"fixed": {"*": P("data")}, "mesh": {"data": 8}, "donate_argnums": 0}
 
 
-def step_of(rows: int):
-    """A step on a weight and a batch of so many rows; TPUs read both in bfloat16 for products, and the update does not.
+def step_of(rows: int, width: int = 1024):
+    """A step on a square weight and a batch of so many rows.
 
-    Where both are split by rows, the weight is gathered for the products.
+    TPUs read both in bfloat16 for products, but the update does not. Where both are split by rows, the weight is
+    gathered for the products.
     """
 
     def step(w, x):
         return w - jax.grad(lambda w: (x @ w).var())(w)
 
-    return step, jax.ShapeDtypeStruct((1024, 1024), np.float32), jax.ShapeDtypeStruct((rows, 1024), np.float32)
+    return step, jax.ShapeDtypeStruct((width, width), np.float32), jax.ShapeDtypeStruct((rows, width), np.float32)
 
 
 def test_a_copy_for_readers_of_fewer_bits():
@@ -122,7 +123,7 @@ def test_a_copy_for_readers_of_fewer_bits():
 
 
 def test_no_more_is_hidden_than_is_computed():
-    predicted = assert_one_price(*step_of(8), machine="h100:8", **SPLIT).predicted
+    predicted = assert_one_price(*step_of(2048, 2048), machine="h100:8", **SPLIT).predicted
     assert predicted.exposed_seconds == predicted.communication_seconds - predicted.compute_seconds
 
 

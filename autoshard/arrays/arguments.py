@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autoshard.errors import ArgumentError, MeshError, ProcessError
 from autoshard.jaxprs import HOST, IN_HOST_MEMORY, is_array
@@ -138,8 +138,9 @@ def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> lis
     """The arrays on the mesh as the plan wants them.
 
     An array that has the plan's very sharding is not touched, and it is deleted if it is donated, unless it stands in
-    other places, too, as in a module and its clone: then it is copied. An array that only
-    lies alike, for instance on a mesh of Explicit axes, is moved as any other: `jax.jit` would compile again for it.
+    other places, too, as in a module and its clone: then it is copied. What is not donated stays as it is on a mesh of
+    one device, if it lies there or in NumPy's memory. An array that only lies alike, for instance on a mesh of Explicit
+    axes, is moved as any other: `jax.jit` would compile again for it.
 
     Raises:
         ArgumentError: an array has been deleted, or is none.
@@ -159,7 +160,8 @@ def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> lis
                 "Go on with what that call returned, as in `state, loss = step(state, batch)`, or do not donate it."
             )
         lies = getattr(leaf, "sharding", None)
-        if lies is not sharding and lies != sharding and not _is_alike(lies, sharding, leaf):
+        stays = lies is sharding or lies == sharding or _is_alike(lies, sharding, leaf)
+        if not stays and (i in donated or not _goes_to_one_device(leaf, lies, sharding)):
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
         elif i in donated and times[id(leaf)] > 1 and isinstance(leaf, jax.Array):
             placed[i] = jax.device_put(leaf, leaf.sharding, may_alias=False)
@@ -195,9 +197,34 @@ def _is_alike(lies: Any, sharding: NamedSharding, leaf: Any) -> bool:
     return explicit and lies.is_equivalent_to(sharding, leaf.ndim)
 
 
+def _goes_to_one_device(leaf: Any, lies: Any, sharding: NamedSharding) -> bool:
+    """Whether `jax.jit` takes an array as it is: the mesh is one device, and it lies there or JAX brings it."""
+    if sharding.num_devices > 1 or is_explicit(sharding.mesh) or sharding.memory_kind == HOST:
+        return False
+    if isinstance(lies, SingleDeviceSharding):
+        return lies.device_set == sharding.device_set and lies.memory_kind == sharding.memory_kind
+    return isinstance(leaf, np.ndarray) and sharding.is_fully_addressable
+
+
+def places_of(leaves: Sequence[Any]) -> list[Any]:
+    """Where arrays lie, as far as `jax.jit` tells them apart; of what lies on no device its type.
+
+    >>> places_of([np.zeros(3)])
+    [<class 'numpy.ndarray'>]
+    """
+    return [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
+
+
 def is_deleted(leaf: Any) -> bool:
     """Whether it is an array that is no longer there."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+
+
+def transforms_types(leaves: Sequence[Any]) -> bool:
+    """Whether arrays are being transformed in explicit mode: how derivatives and batches lie, types say already."""
+    traced = [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
+    explicit = is_explicit(jax.sharding.get_abstract_mesh())
+    return any(explicit or type_sharding(jax.typeof(leaf)) is not None for leaf in traced)
 
 
 def run_transformed(step: Callable[..., tuple], leaves: Sequence[Any], mesh: Mesh) -> tuple:

@@ -50,8 +50,13 @@ def flops(equation: Equation) -> float:
         case Work.CONTRACTION:
             complex_factor = 4 if _is_complex(equation.outputs[0].dtype) else 1
             return 2.0 * complex_factor * _products(equation, shapes, math.prod(equation.outputs[0].shape))
+        case Work.ATTENTION:
+            return _attention_flops(equation)
         case Work.REDUCTION:
             return float(max(map(math.prod, shapes)))
+        case Work.SCALED_PRODUCT:
+            (contracted, _), _ = params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
+            return 2.0 * result * math.prod(shapes[0][dim] for dim in contracted)
         case Work.SCATTER:
             return float(math.prod(shapes[2]))
         case Work.WINDOW:
@@ -112,6 +117,25 @@ def _products(equation: Equation, shapes: list[tuple[int, ...]], result: int) ->
     # the zeros that dilation puts between the elements of the left operand are no work
     out_channels = right[params["dimension_numbers"].rhs_spec[0]]
     return result * math.prod(right) / out_channels / math.prod(params["lhs_dilation"])
+
+
+def _attention_flops(equation: Equation) -> float:
+    """Two per product of the scores and of what they weigh, where no mask leaves it out; the backward pass has five.
+
+    Dao, "FlashAttention-2" (2023), section 4.1, counts so.
+    """
+    params = equation.params
+    queries, keys, values = (value.shape for value in equation.inputs[:3])
+    heads_dim, rows_dim = (1, 2) if int(params["layout"]) else (2, 1)  # BNTH or BTNH
+    rows, seen = queries[rows_dim], keys[rows_dim]
+    mask = getattr(params.get("mask_type"), "name", "")
+    if "CAUSAL" in mask or params.get("use_causal_mask"):
+        window = params.get("sliding_window_length") or seen
+        pairs = sum(min(row, seen, window) for row in range(1, rows + 1))
+    else:
+        pairs = rows * seen
+    in_scores, in_sums = (3, 2) if "bwd" in equation.primitive else (1, 1)  # products as wide as keys, and as values
+    return 2.0 * queries[0] * queries[heads_dim] * pairs * (in_scores * queries[-1] + in_sums * values[-1])
 
 
 def _is_complex(dtype: Any) -> bool:

@@ -23,6 +23,7 @@ from autoshard.jaxprs import (
     aval_of,
     equations_of,
     evaluated,
+    with_live_equations,
 )
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.opening import opened
@@ -60,7 +61,7 @@ def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Closed
     Raises:
         MicrobatchError: some line needs all rows of the batch at once.
     """
-    whole, part = opened(whole), opened(part)
+    whole, part = (opened(with_live_equations(one)) for one in (whole, part))
     steps = MicrobatchedStep(whole.jaxpr, part.jaxpr, split, proof(whole, part, split))
     variables = [*whole.jaxpr.constvars, *whole.jaxpr.invars]
     avals = map(aval_of, variables)

@@ -53,6 +53,8 @@ def opened(
                     constants[inner[var]] = const
                 names.update(zip(eqn.outvars, copied(called.jaxpr, inner, eqn), strict=True))
                 continue
+            if not eqn.outvars and not eqn.effects:  # differentiation leaves calls that make nothing
+                continue
             made = [var if isinstance(var, DropVar) else Var(var.aval) for var in eqn.outvars]
             names.update((old, new) for old, new in zip(eqn.outvars, made, strict=True) if not isinstance(old, DropVar))
             equations.append(eqn.replace(invars=inputs, outvars=made))

@@ -85,7 +85,8 @@ def groups_of(
     last = _last_runs(groups, users, points, again.repeated)
     starts = backend.operations.least_seconds > 0
     beside = running_beside(groups, again.repeated, ending) if starts else [False] * len(groups)
-    ahead = running_ahead(groups, users, again.repeated) if starts else [False] * len(groups)
+    is_ahead = starts and not backend.operations.are_kernels
+    ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
     return [
         replace(

@@ -159,8 +159,9 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     are left to all_reduce. XLA makes it of an all_reduce and a slice, and so reduces the whole each time.
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
-    reads_nothing = any(0 in use.value.shape for use in group.uses)  # XLA knows these sums
-    if not partial or reads_nothing or all(0 in made.value.shape for made in group.outputs):
+    summed = {factor for factor, _ in partial}
+    is_known = any(0 in use.value.shape and summed & _factors_in(use.dims) for use in group.uses)  # sums of nothing
+    if not partial or is_known or all(0 in made.value.shape for made in group.outputs):
         yield leaves, _handed_out(group, mesh)
         return
     elements = [
@@ -178,7 +179,15 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
             tuple(Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found),
         )
         return
-    yield leaves, tuple(Finish(ALL_REDUCE, axes, i, count) for _, axes in partial for i, count in enumerate(elements))
+    yield (
+        leaves,
+        tuple(
+            Finish(ALL_REDUCE, axes, i, elements[i])
+            for factor, axes in partial
+            for i, made in enumerate(group.outputs)
+            if factor not in _factors_in(made.dims)  # others have one part of their results each
+        ),
+    )
     by_hand = group.sums_locally(assignment)
     if len(group.outputs) != 1 or not (by_hand or backend.scatters.from_all_reduces):
         return
@@ -203,6 +212,11 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         if by_hand and backend.scatters.over_some_axes:
             others = [other for factor, other in partial if factor != scattered_factor]
             yield from _sequences(layout, axes, others, local, shape, mesh, backend)
+
+
+def _factors_in(dims: FactorDims) -> set[int]:
+    """The factors of any dim."""
+    return {factor for dim in dims for factor in dim}
 
 
 def _handed_out(group: Group, mesh: MeshShape) -> tuple[Finish, ...]:

@@ -9,7 +9,8 @@ from itertools import accumulate
 from autoshard.pipeline.orders import Schedule, Task
 
 Size = Callable[[Task], float | Fraction]  # of what a forward task saves, in bytes or in microbatches
-_Change = tuple[float, float | Fraction]  # moment, and by how much more or less is held from then on
+_LETS_GO, _COMES, _RETURNS = range(3)  # the order of what happens at one moment
+_Change = tuple[float, int, float | Fraction]  # moment, place in it, and by how much more or less is held from then on
 
 
 def part_of_stage(schedule: Schedule) -> Size:
@@ -47,6 +48,9 @@ def peaks(
 ) -> tuple[float, ...]:
     """The most that each device holds at one time.
 
+    What a device lets go of at one moment is let go first. But an eviction has come to its keeper before one that
+    returns at the same moment has left: both take a transfer.
+
     Args:
         start: seconds per task.
         end: seconds per task.
@@ -56,14 +60,17 @@ def peaks(
     hosted: list[list[_Change]] = [[] for _ in schedule.orders]  # per keeper of evictions
     for eviction in schedule.evictions:
         size = saved(eviction.forward)
-        hosted[eviction.keeper] += [(end[eviction.forward], size), (start[eviction.before], -size)]
+        hosted[eviction.keeper] += [
+            (end[eviction.forward], _COMES, size),
+            (start[eviction.before], _RETURNS, -size),
+        ]
     found = []
     for device, order in enumerate(schedule.orders):
         own: list[_Change] = [
-            (start[task] if moment == "start" else end[task], change)
+            (start[task] if moment == "start" else end[task], _LETS_GO if change < 0 else _COMES, change)
             for task, moment, change in changes(schedule, order, saved, kept)
         ]
         if hosted[device]:
-            own = sorted(own + hosted[device])  # at one moment, what is let go first
-        found.append(float(max(accumulate(change for _, change in own), default=0)))
+            own = sorted(own + hosted[device])
+        found.append(float(max(accumulate(change for _, _, change in own), default=0)))
     return tuple(found)

@@ -32,6 +32,7 @@ from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
 FIRST_PROBLEM_SHARE = 0.75  # weight of the problem's cost in the first mixture; the best mixture of most steps is near
+LEAST_PROBLEM_SHARE = 0.1  # of the mixtures that are solved before that which has nothing of the problem's cost
 MIXTURE_BUDGET_SHARE = 0.6  # of the remaining budget, spent on one mixture
 
 Solve = Callable[[Problem, Budget], Solution]
@@ -94,12 +95,13 @@ class _Search:
             except (SolverError, KeyboardInterrupt):  # the best choice so far fits
                 break
             solved[share] = found.bound
-            is_news = found.bound > self.bound or tuple(found.choice) not in self.known
+            is_new = tuple(found.choice) not in self.known
             self.bound = max(self.bound, found.bound)
             self.learn(found.choice)
             share, reachable = best_mixture(list(self.known.values()))
-            if reachable == math.inf:  # memory may leave no choice that hides less, so smaller shares end in none
-                share = FIRST_PROBLEM_SHARE * min(solved) if is_news else 0.0
+            if reachable == math.inf:  # each smaller share would raise the bound a little: none is their limit
+                smaller = FIRST_PROBLEM_SHARE * min(solved)
+                share = smaller if is_new and smaller >= LEAST_PROBLEM_SHARE else 0.0
             elif reachable <= (1 + self.close_gap) * self.bound:
                 break
         if solved and not (self.budget.over or self.is_close):

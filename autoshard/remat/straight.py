@@ -221,7 +221,8 @@ class StraightBlock(Residuals):
         return dict(zip(made, evaluated([call], env, made), strict=True))
 
 
+_PRODUCTS = {Work.ATTENTION, Work.CONTRACTION, Work.FACTORIZATION, Work.FFT, Work.SCALED_PRODUCT}
+
+
 def _is_product(eqn: JaxprEqn) -> bool:
-    return facts_of(eqn.primitive.name).work in {Work.CONTRACTION, Work.FACTORIZATION, Work.FFT} or (
-        eqn.primitive.name in LOOPS
-    )
+    return facts_of(eqn.primitive.name).work in _PRODUCTS or eqn.primitive.name in LOOPS

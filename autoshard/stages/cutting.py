@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array, scan_counts
+from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array, scan_counts, with_live_equations
 from autoshard.microbatches.batch import traced_in_part
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.opening import opened
@@ -45,7 +45,8 @@ class CuttableStep:
             MicrobatchError: microbatches would change what the step computes, with the line.
         """
         part, split = traced_in_part(traced, count)
-        return cls(name, opened(traced.closed), opened(part), split, carried)
+        whole, part = (opened(with_live_equations(one)) for one in (traced.closed, part))
+        return cls(name, whole, part, split, carried)
 
     @cached_property
     def roles(self) -> Roles:

@@ -86,6 +86,12 @@ ONE_EQUATION = [  # (primitive, program, arguments, FLOPs)
     ("conv_general_dilated", conv(lhs_dilation=(2, 2)), (array(1, 1, 8, 8), array(1, 1, 3, 3)), 2 * 13 * 13 * 9 / 4),
     ("conv_general_dilated", conv(batch_groups=2), (array(2, 3, 8, 8), array(4, 3, 3, 3)), 2 * 4 * 6 * 6 * 27),
     ("ragged_dot_general", lax.ragged_dot, (array(8, 16), array(2, 16, 4), array(2, dtype=I32)), 2 * 8 * 16 * 4),
+    (
+        "scaled_dot",
+        lambda x, y, a, b: lax.scaled_dot(x, y, lhs_scale=a, rhs_scale=b, dimension_numbers=(((1,), (1,)), ((), ()))),
+        (array(8, 64), array(4, 64), array(8, 2), array(4, 2)),
+        2 * 8 * 4 * 64,
+    ),
     ("argmax", lambda x: lax.argmax(x, 0, I32), (array(8, 16),), 128),
     ("cumsum", lambda x: lax.cumsum(x), (array(8, 16),), 128),
     ("sort", lambda x: lax.sort(x), (array(4, 16),), 64 * 4),

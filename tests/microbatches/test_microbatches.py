@@ -175,6 +175,25 @@ def test_results_per_row_come_back_in_their_places():
     check(step, (WEIGHTS, BATCH), groups=2)
 
 
+def layered_with_metrics(weights, batch):
+    """Metrics that are no sums, of all layers and inside their loop; their derivatives stand in the trace unread."""
+
+    def layer(x, w):
+        x = jnp.tanh(x @ w)
+        return x, (jnp.max(jnp.abs(x)), jnp.min(x))
+
+    def loss(weights):
+        x, extremes = lax.scan(layer, batch["x"], weights)
+        return jnp.mean((x - batch["y"]) ** 2), (jnp.max(jnp.abs(x - batch["y"])), extremes)
+
+    (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+    return weights - 0.1 * gradient, value, metrics
+
+
+def test_metrics_beside_the_loss_are_no_matter_of_its_gradient():
+    check(layered_with_metrics, (numbers(4, 3, FEATURES, FEATURES), BATCH))
+
+
 def test_whole_numbers_are_made_of_sums():
     def step(weights, batch):
         total = jnp.sum(layers(weights, batch["x"])) * 10

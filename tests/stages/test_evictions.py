@@ -1,5 +1,7 @@
 """bpipe: what a stage would hold above its share lies with its neighbour, on whose devices it really is."""
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,8 +60,12 @@ def most_held(sharded, monkeypatch):
     return [found[device] for device in range(STAGES)], results
 
 
-def test_no_device_holds_more_than_the_schedule_says(sharded, monkeypatch):
+@pytest.mark.parametrize("late", [None, *range(STAGES)])
+def test_no_device_holds_more_than_the_schedule_says(late, sharded, monkeypatch):
+    """Also where one device is later with all its tasks than the others: a stage that it keeps for has gone on."""
     schedule = sharded.pipeline(*ARGS).schedule
+    task = Run.task
+    monkeypatch.setattr(Run, "task", lambda self, *args: (time.sleep(0.01 * (args[1] == late)), task(self, *args)))
     assert schedule.evictions
     held, results = most_held(sharded, monkeypatch)
     assert_equal(jax.tree.map(np.asarray, results), jax.tree.map(np.asarray, jax.jit(train)(*ARGS)))

@@ -109,6 +109,7 @@ H100 = Backend(
         overwritten_by=_IN_PLACE - {"sort"},
         reshapes_in_place=True,
     ),
+    operations=Operations(least_seconds=2.0e-6, are_kernels=True),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
     recopies=Recopies(pieces=1),
     rounding=Rounding(before_moves=True, widens_after_moves=True),

@@ -14,6 +14,9 @@ slices come over from other slices of TPUs clears what it stacks.
 
 Source: the cycles that libtpu notes on compiled v5e and v5p programs. `tests/mesh/test_targets.py` compiles operations
 of every kind, and a slice, and reads their cycles.
+
+On GPU every operation is a kernel, a product as any other. It starts once the one before it has ended. Source: loops of
+small operations, timed on an H100 (`benchmarks/kernels.py`).
 """
 
 from __future__ import annotations
@@ -42,10 +45,12 @@ class Operations:
     least_seconds: float = 0.0  # of any operation, one that cuts a slice included
     product_seconds: float = 0.0  # of a product or convolution that reads an argument, or makes a result or a stack
     slice_bandwidth_share: float = 1.0  # of the memory's bandwidth, at which a loop copies what it slices
+    are_kernels: bool = False  # of a GPU: products take as long to start as others, and no operation becomes several
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        inside = self.least_seconds * (sum(map(_extra_operations, group.equations)) + _operations_ahead(group))
+        extra = 0 if self.are_kernels else sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
+        inside = self.least_seconds * extra
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
             return self.least_seconds * (group.writes_apart and stacks_arrays)
@@ -55,13 +60,14 @@ class Operations:
             return inside + self.least_seconds * group.runs_ahead
         if multiplies_vector(group):
             return inside + self.least_seconds
-        if group.contracts:
+        if group.contracts and not self.are_kernels:
             reads = any(use.value.from_outside for use in group.uses)
             return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         is_scalar_work = all(math.prod(value.shape) <= 1 for value in arrays)
         is_vector_work = any(equation.primitive in _NEVER_SCALAR_WORK for equation in group.equations)
-        runs = 0 if is_scalar_work and not is_vector_work else 1 + _moves_complex_numbers(group)
+        is_several = _moves_complex_numbers(group) and not self.are_kernels
+        runs = 0 if is_scalar_work and not is_vector_work else 1 + is_several
         return inside + self.least_seconds * runs
 
     def vector_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
@@ -73,13 +79,15 @@ class Operations:
         """
         first = group.equations[0]
         is_number = math.prod(first.outputs[0].shape) <= 1 if first.outputs else True  # made by what reads its operands
-        if not self.least_seconds or is_number or not is_matrix_product(first) or multiplies_vector(group):
+        starts_apart = self.least_seconds and not self.are_kernels
+        if not starts_apart or is_number or not is_matrix_product(first) or multiplies_vector(group):
             return 0.0
         return self.least_seconds * product_sizes(group, pieces).is_with_vector
 
     def counting_seconds(self, equation: Equation) -> float:
         """What the generator's counters take for each dim of random bits but the last; 0 of any other operation."""
-        return self.least_seconds * _OPERATIONS_PER_DIM if equation.primitive == "random_bits" else 0.0
+        counts = equation.primitive == "random_bits" and not self.are_kernels
+        return self.least_seconds * _OPERATIONS_PER_DIM if counts else 0.0
 
     def turn_seconds(self, equation: Equation) -> float:
         """What one row takes of a gather, or one update of a scatter, that is run as a loop; 0 of any other operation.
@@ -87,7 +95,9 @@ class Operations:
         XLA for TPU does so where rows are parts of rows: those of a `dynamic_slice` or a `dynamic_update_slice` in a
         batch. A few it picks or writes one after the other.
         """
-        return self.least_seconds * _OPERATIONS_PER_ROW[equation.primitive[:7]] if is_loop_over_rows(equation) else 0.0
+        if self.are_kernels or not is_loop_over_rows(equation):
+            return 0.0
+        return self.least_seconds * _OPERATIONS_PER_ROW[equation.primitive[:7]]
 
 
 def is_loop_over_rows(equation: Equation) -> bool:

@@ -182,8 +182,9 @@ class UnevenStep:
     def scan(self, eqn: JaxprEqn, entries: list[TwoForms]) -> list[TwoForms]:
         inner, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn)
         variables, results = inner.jaxpr.invars, inner.jaxpr.outvars
-        whole = consts + carries
+        whole, turns = consts + carries, eqn.params["length"]
         outside = [self.settled(*pair) for pair in zip(eqn.invars, entries, strict=True)]
+        stacks = [resized(array, 0, turns) for array in outside[whole:]]  # turns are never added
 
         def step(carry: Any, slices: Any) -> Any:
             inside = [*outside[:consts], *carry, *slices]
@@ -192,7 +193,11 @@ class UnevenStep:
             return carried, [self.settled(*pair) for pair in zip(results[carries:], made[carries:], strict=True)]
 
         how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        finals, stacked = jax.lax.scan(step, outside[consts:whole], outside[whole:], **how)
+        finals, stacked = jax.lax.scan(step, outside[consts:whole], stacks, **how)
+        stacked = [
+            resized(array, 0, self.padded_shape(var)[0])
+            for var, array in zip(eqn.outvars[carries:], stacked, strict=True)
+        ]
         return [self.unsettled(*pair) for pair in zip(eqn.outvars, [*finals, *stacked], strict=True)]
 
 

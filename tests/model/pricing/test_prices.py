@@ -127,8 +127,9 @@ FUSED = {  # on GPU: function, arguments, nanoseconds of memory traffic of all g
 def test_what_is_fused_costs_its_readers(case):
     fn, args, nanoseconds = FUSED[case]
     program = traced(fn, *args)
-    groups = groups_of(program, rules_for(program), H100)
-    asked = Prices(LINE, replace(TOPOLOGY, flops={"float32": 1e18}), backend=H100, instead=read_through(groups))
+    gpu = adjusted(H100, "operations", least_seconds=0.0)
+    groups = groups_of(program, rules_for(program), gpu)
+    asked = Prices(LINE, replace(TOPOLOGY, flops={"float32": 1e18}), backend=gpu, instead=read_through(groups))
     assert sum(asked.group(group).seconds[0].compute for group in groups) * 1e9 == pytest.approx(nanoseconds)
 
 

@@ -1,0 +1,82 @@
+"""What operations of a GPU take however little they do, and its link to the host's memory: timed on the device at hand.
+
+    python benchmarks/kernels.py
+
+Small operations stand one after the other in the turns of a loop, 4 and 8 of a kind: the difference is four operations,
+and what a turn takes without any is the loop itself. `model/xla/backends.py` has a constant of it.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+ROWS, WIDTH = 64, 256  # of the arrays: next to no work
+FEW, MANY = 4, 8  # operations in a turn
+TURNS, ROUNDS = 300, 5  # of a loop; of which the median counts
+SIZES = 2**20, 2**24, 2**28, 2**30  # bytes that go to the host's memory and come back
+
+
+def seconds(run: Callable[..., Any], *args: Any) -> float:
+    """The median of some runs."""
+    jax.block_until_ready(run(*args))
+    taken = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def kernels() -> None:
+    """What an operation of each kind takes in a loop, and a turn of the loop."""
+    weights = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH)) / WIDTH**0.5
+    kinds = {
+        "product": lambda x: x @ weights,
+        "reduction of rows": lambda x: x / (1 + jnp.abs(x).sum(-1, keepdims=True)),
+        "reduction of columns": lambda x: x / (1 + jnp.abs(x).sum(0, keepdims=True)),
+        "product and softmax": lambda x: jax.nn.softmax(x @ weights),
+    }
+
+    def turn(operation, count, x, _):
+        for _ in range(count):
+            x = operation(x)
+        return x, None
+
+    x = jnp.ones((ROWS, WIDTH))
+    print("kind | operation us | turn us\n--- | --: | --:")
+    for kind, operation in kinds.items():
+        few, many = (
+            seconds(jax.jit(partial(jax.lax.scan, partial(turn, operation, count), xs=None, length=TURNS)), x) / TURNS
+            for count in (FEW, MANY)
+        )
+        each = (many - few) / (MANY - FEW)
+        print(f"{kind} | {each * 1e6:.2f} | {(few - FEW * each) * 1e6:.2f}", flush=True)
+
+
+def host_link() -> None:
+    """Bytes per second from the device's memory to the host's, and back."""
+    mesh = jax.make_mesh((1,), ("x",))
+    device, host = (NamedSharding(mesh, PartitionSpec(), memory_kind=kind) for kind in ("device", "pinned_host"))
+    here = partial(jax.jit, lambda x: jax.device_put(x, device), in_shardings=host, out_shardings=device)()
+    there = partial(jax.jit, lambda x: jax.device_put(x, host), in_shardings=device, out_shardings=host)()
+    print("\nbytes | to the host GB/s | back GB/s\n--: | --: | --:")
+    for size in SIZES:
+        x = jax.device_put(jnp.ones(size // 4), device)
+        down, up = seconds(there, x), seconds(here, there(x))
+        print(f"{size} | {size / down / 1e9:.1f} | {size / up / 1e9:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    print(jax.devices()[0].device_kind, "with JAX", jax.__version__)
+    kernels()
+    host_link()
