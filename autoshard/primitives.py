@@ -129,6 +129,7 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("layout_constraint", Work.NONE, never_fuses=True, overwrites=True, runs_on_shards=True),
     # host.py
     **_rows("debug_callback debug_print io_callback pure_callback", Work.NONE, never_fuses=True, from_one_device=True),
+    **_rows("inspect_sharding", Work.NONE, relabels=True, never_fuses=True),
     # indexing.py
     **_rows("dynamic_slice", Work.NONE, is_loop=True, slices=True),
     **_rows("dynamic_update_slice scatter", Work.NONE, overwrites=True),
@@ -152,7 +153,7 @@ PRIMITIVES: dict[str, Facts] = {
         compute_on coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense core_map create_linear
         create_token csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense cudnn_fusion custom_fusion
         custom_lin custom_partitioning dce_sink dim_as_value dimension_size einshape_lo fused_call
-        fusible global_array_to_host_local_array host_local_array_to_global_array inspect_sharding mosaic_gpu_p
+        fusible global_array_to_host_local_array host_local_array_to_global_array mosaic_gpu_p
         mpmd_map pallas_call pin platform_index rnn_bwd rnn_fwd run_scoped run_state shape_assertion spsolve stage
         swap todense tpu_custom_call unpin unreachable""",
         Work.UNKNOWN,

@@ -22,7 +22,7 @@ import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.model.groups import Group
-from autoshard.model.heap.heap import Heap
+from autoshard.model.heap.heap import Elsewhere, Heap
 from autoshard.model.lifetimes import (
     HEAP_OVERHEAD,
     Span,
@@ -129,21 +129,21 @@ class Formulation:
 
     def in_use_outside_chip(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point, without temporaries that lie elsewhere."""
+        return self.in_use(choice) - self.elsewhere(choice).bytes
+
+    def elsewhere(self, choice: Sequence[int]) -> Elsewhere:
+        """The temporaries that lie in the chip's own memory, or where results will: whichever leaves the lower peak."""
+        in_results = self.heap.in_results(choice)
+        in_place = Elsewhere(in_results, self._sum(in_results, choice))
+        if not self.heap.on_chip or not (room := self.prices.backend.on_chip_bytes):
+            return in_place
+        small = [live for live in self.heap.on_chip if live.usage[choice[live.node]] <= room]
+        held = self._sum(small, choice) + self._in_use_by_reshardings(choice)
+        on_chip = Elsewhere(
+            small, np.minimum(held, room), np.divide(room, held, out=np.ones_like(held), where=held > room)
+        )
         in_use = self.in_use(choice)
-        if self.keeps_on_chip(choice):
-            return in_use - self._temporaries(choice)
-        return in_use - self._sum(self.heap.in_results(choice), choice)
-
-    def elsewhere(self, choice: Sequence[int]) -> Sequence[Live]:
-        """The temporaries that lie in the chip's own memory, or where results will."""
-        return self.heap.on_chip if self.keeps_on_chip(choice) else self.heap.in_results(choice)
-
-    def keeps_on_chip(self, choice: Sequence[int]) -> bool:
-        """Whether all temporaries fit into the chip's own memory."""
-        return bool(self._temporaries(choice).max() <= self.prices.backend.on_chip_bytes)
-
-    def _temporaries(self, choice: Sequence[int]) -> np.ndarray:
-        return self._sum(self.heap.on_chip, choice) + self._in_use_by_reshardings(choice)
+        return min(on_chip, in_place, key=lambda one: float((in_use - one.bytes).max()))
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""

@@ -299,8 +299,8 @@ def _renamed(dims: Dims, number: dict[str, int]) -> FactorDims:
 def _is_elementwise(equation: Equation, rule: Rule) -> bool:
     """Whether every factor of more than one element runs through to the results, whole or split alike."""
     facts = facts_of(equation.primitive)
-    if facts.is_boundary or facts.never_fuses or contracts(equation):
-        return False
+    if facts.is_boundary or facts.never_fuses or facts.runs_on_shards or contracts(equation):
+        return False  # what runs on shards is told how each of its operands lies
     values = [value for value in (*equation.inputs, *equation.outputs) if isinstance(value, Value)]
     if any(value.on_host or stays_whole(value) for value in values):
         return False

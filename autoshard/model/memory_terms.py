@@ -162,6 +162,16 @@ class HeldOutput:
         return self.prices.memo.once(are_all_reduced, self.strategies) & combined
 
     @property
+    def scatters_inside(self) -> np.ndarray:
+        """Per strategy, whether a sum is reduced and scattered along another dim than the first."""
+        ends = [[one for one in strategy.finishes if one.kind == REDUCE_SCATTER] for strategy in self.strategies]
+        inner = [
+            any({*one.axes} & {*axes} for one in found for axes in strategy.output_layouts[one.output][1:])
+            for found, strategy in zip(ends, self.strategies, strict=True)
+        ]
+        return np.array(inner, bool)
+
+    @property
     def operand_bytes(self) -> np.ndarray:
         """Bytes of all operands together, per strategy."""
         values = [use.value for use in self.group.uses]
@@ -308,6 +318,14 @@ def unfinished_sums(output: HeldOutput) -> Iterator[HeldBytes]:
         point = output.group.point
         first = output.lifetime.used[0] if output.lifetime.used else point
         yield HeldBytes(output.node, (point, max(point + 1, first)), output.unfinished * ~output.waits)
+
+
+@of_outputs
+def turned_sums(output: HeldOutput) -> Iterator[HeldBytes]:
+    """A copy of what is reduced and scattered along an inner dim: XLA's CPU backend makes that dim the first."""
+    if output.prices.backend.transposes_operands and np.count_nonzero(output.unfinished):
+        span = output.group.point, output.group.point + 1
+        yield HeldBytes(output.node, span, output.unfinished * output.scatters_inside * ~output.waits)
 
 
 @of_outputs

@@ -18,6 +18,7 @@ from autoshard.layout import Layout
 from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import HEAP_OVERHEAD, Span, use_span
 from autoshard.model.pricing.prices import Prices
+from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.program import Value
 from autoshard.solver.problem import Edge, Live, Problem
@@ -109,7 +110,7 @@ class Resharding:
         if not kinds:
             return ExtraBytes(0, (before - after) * self.fused, False)
         copies = (not self.counts_left) + ("all_to_all" in kinds)
-        transposed = "all_gather" in kinds and _gathers_inside(left, wanted)
+        transposed = "all_gather" in kinds and _gathers_inside(left, wanted, prices.backend)
         at_once = self.made is not None and after <= before
         return ExtraBytes(copies * before + transposed * after, after * (not self.counts_wanted), at_once)
 
@@ -198,9 +199,11 @@ def _options(
     return ((lefts, tuple(wants), extra) for (lefts, extra), wants in found.items())
 
 
-def _gathers_inside(source: Layout, target: Layout) -> bool:
+def _gathers_inside(source: Layout, target: Layout, backend: Backend) -> bool:
     """Whether a dim other than the first is gathered: XLA then gathers it as the first, and transposes.
 
-    A matrix is read either way round, and stays as it is.
+    GPU and TPU read a matrix either way round, and it stays as it is.
     """
-    return len(source) > 2 and any(len(split) > len(whole) for split, whole in zip(source[1:], target[1:], strict=True))
+    least = 2 if backend.transposes_operands else 3
+    inner = zip(source[1:], target[1:], strict=True)
+    return len(source) >= least and any(len(split) > len(whole) for split, whole in inner)

@@ -50,14 +50,20 @@ def memory_use(formulation: Formulation, choice: Sequence[int]) -> MemoryUse:
     held: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(points + 1))
     arguments = _argument_parts(program)
     lines = list(_lines(formulation))
-    elsewhere = frozenset(map(id, formulation.elsewhere(choice)))
-    for live in (live for live in formulation.problem.lives if id(live) not in elsewhere):
+    elsewhere = formulation.elsewhere(choice)
+    shared = frozenset(map(id, elsewhere.lives))
+    partly: dict[tuple[str, str], np.ndarray] = defaultdict(lambda: np.zeros(points + 1))
+    for live in formulation.problem.lives:
         size = live.usage[choice[live.node]]
         is_home = live.node < len(arguments) and live.start == 0 and live.end >= points - 1
         part = ("argument", arguments[live.node]) if is_home else ("value", lines[live.node])
-        held[part][live.start] += size
-        held[part][min(live.end, points)] -= size
+        bytes_of = partly if id(live) in shared else held
+        bytes_of[part][live.start] += size
+        bytes_of[part][min(live.end, points)] -= size
     over = {part: difference.cumsum()[:points] for part, difference in held.items()}
+    if elsewhere.shares is not None:
+        for part, difference in partly.items():
+            over[part] = over.get(part, 0.0) + difference.cumsum()[:points] * (1 - elsewhere.shares[:points])
     total = formulation.in_use_outside_chip(choice)[:points]
     moments = _moments(total)
     at_moments = {part: over[part][moments] for part in over}

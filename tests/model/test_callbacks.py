@@ -69,3 +69,15 @@ def test_the_comparison_can_fail(monkeypatch):
     monkeypatch.setitem(PRIMITIVES, "pure_callback", facts_of("debug_nothing"))
     found = compared("a row", {"x": 8})
     assert found.predicted != found.actual
+
+
+def test_what_is_inspected_stays_where_it_is():
+    """The host is told how an array lies, and gets nothing of it."""
+
+    def inspected(x):
+        jax.debug.inspect_array_sharding(x, callback=lambda _: None)
+        return x + 1
+
+    made = autoshard.plan(inspected, X, mesh=mesh_of({"x": 8}), fixed={"*": jax.P("x")})
+    found = made.verify()
+    assert found.predicted == found.actual == {}, str(found)

@@ -670,3 +670,16 @@ def test_a_loop_waits_for_its_flag():
     groups = groups_of(program, rules_for(program), V5E)
     late = {group.equations[-1].primitive: group.feeds_only_results for group in groups}
     assert late["reduce_max"] is False and late["gt"] is False
+
+
+def test_what_runs_on_shards_is_a_group_of_its_own():
+    """Solving with a batch of numbers looks elementwise, but each of its operands has to be told how it lies."""
+
+    def solved(a):
+        return jax.lax.linalg.triangular_solve(a, jnp.zeros(a.shape), left_side=False, lower=False, transpose_a=True)
+
+    groups = grouped(solved, f32(64, 1, 1))
+    assert [[one.primitive for one in group.equations] for group in groups] == [
+        ["broadcast_in_dim"],
+        ["triangular_solve"],
+    ]

@@ -18,6 +18,15 @@ from autoshard.solver.problem import Live
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """Temporaries of one choice that take no room in the memory that arrays come from, at most program points."""
+
+    lives: Sequence[Live]
+    bytes: np.ndarray  # that lie elsewhere, per program point; of what is resharded, too
+    shares: np.ndarray | None = None  # of these lives that lie elsewhere, per program point; None: all of each
+
+
+@dataclass(frozen=True)
 class Heap:
     """The lives of a problem that are temporaries, and the buffers that stand for results all the time."""
 

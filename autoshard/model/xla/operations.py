@@ -56,6 +56,8 @@ class Operations:
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
             return self.least_seconds * (group.writes_apart and stacks_arrays)
+        if not group.outputs:  # the host alone gets something
+            return inside
         if group.is_recomputed or group.ends_product or group.is_idle or group.runs_beside:
             return inside + self.least_seconds * group.runs_ahead
         if multiplies_vector(group):

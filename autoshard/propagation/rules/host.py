@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
-from autoshard.propagation.rule import Rule, whole
+from autoshard.propagation.rule import Rule, dimwise, whole
 from autoshard.propagation.rules.elementwise import shapes_of
 
 
@@ -12,3 +12,10 @@ from autoshard.propagation.rules.elementwise import shapes_of
 def callback(equation: Equation) -> Rule:
     """`i j -> k`, all whole."""
     return whole(*shapes_of(equation))
+
+
+@rule("inspect_sharding")
+def inspection(equation: Equation) -> Rule:
+    """`i j ->`: the host is told how an array lies, and gets nothing of it."""
+    operands, results = shapes_of(equation)
+    return dimwise(operands, results, sizes=operands[0])

@@ -73,7 +73,6 @@ Shapes = tuple[tuple[int, ...], ...]
     "dce_sink",
     "dim_as_value",
     "dimension_size",
-    "inspect_sharding",
     "platform_index",
     "shape_assertion",
     "stage",

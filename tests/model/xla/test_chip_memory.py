@@ -1,0 +1,45 @@
+"""Temporaries that fill a TPU's own memory: the rest lies in the memory that arrays come from, as libtpu says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.compiled.collectives import peak_bytes
+from autoshard.mesh.targets import target_mesh
+
+pytest.importorskip("libtpu")
+AXES = {"x": 8}
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def loop(weights, x):
+    def loss(weights):
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0] ** 2)
+
+    return jax.grad(loss)(weights)
+
+
+CASES = {  # machine, rows that sixteen layers work on
+    "all of it": ("v5e:2x4", 2048),
+    "most of it": ("v5e:2x4", 4608),
+    "a part": ("v5e:2x4", 8192),
+    "hardly any": ("v5p:2x2x2", 512),
+    "hardly any of more": ("v5p:2x2x2", 2048),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_chip_holds(name):
+    machine, rows = CASES[name]
+    shapes = array(16, 512, 512), array(rows, 512)
+    whole = NamedSharding(target_mesh(machine, AXES), P())
+    program = jax.jit(loop, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    placed = autoshard.evaluate(loop, *shapes, in_shardings=(P(), P()), out_shardings=P(), mesh=mesh, topology=machine)
+    assert placed.predicted.peak_bytes == pytest.approx(peak_bytes(program), rel=0.2)
