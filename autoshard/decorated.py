@@ -23,10 +23,11 @@ from autoshard.arrays.arguments import (
     abstract,
     is_deleted,
     is_typed_on,
+    lying_otherwise,
     not_an_array,
     place,
     place_captured,
-    places_of,
+    place_of,
     run_transformed,
     transforms_types,
     type_of,
@@ -132,14 +133,14 @@ class _Call(NamedTuple):
     compiled: PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
-    places: list[Any] | None  # of the arrays, on a mesh of one device; None: all lie as planned
+    otherwise: dict[int, Any]  # where those arrays lie that do not lie as planned
 
     def may_run(self, flat: FlatCall) -> bool:
         """Whether no argument has to be looked at, as one that is deleted or that has to be copied."""
-        # Where `jax.jit` was once not allowed to trace, it stays slow. So arrays lie as they did, if not as planned.
+        # Where `jax.jit` was once not allowed to trace, it stays slow. So what lay otherwise than planned has to do so.
         if any(is_deleted(flat.arrays[i]) for i in self.sentinels) or flat.share_arrays:
             return False
-        return self.places is None or self.places == places_of(flat.arrays)
+        return all(place_of(flat.arrays[i]) == lies for i, lies in self.otherwise.items())
 
 
 def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
@@ -252,8 +253,8 @@ class ShardedFunction(Generic[Parameters, Result]):
         untouched = all(map(operator.is_, leaves, placed))
         # A Python callback may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
-        places = None if compiled.plan.mesh.size > 1 else places_of(leaves)
-        self._last = _Call(signature, compiled, compiled.run, compiled.sentinels, places) if again else None
+        otherwise = lying_otherwise(leaves, compiled.plan) if again else {}
+        self._last = _Call(signature, compiled, compiled.run, compiled.sentinels, otherwise) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
             result: Result = compiled.result(flat, placed, compiled.run(*placed))
             return result

@@ -3,7 +3,7 @@
     python benchmarks/kernels.py
 
 Small operations stand one after the other in the turns of a loop, 4 and 8 of a kind: the difference is four operations,
-and what a turn takes without any is the loop itself. `model/xla/backends.py` has a constant of it.
+and what a turn takes without any is the loop itself. `model/xla/operations.py` has the constant.
 """
 
 import statistics

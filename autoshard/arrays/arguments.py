@@ -206,13 +206,19 @@ def _goes_to_one_device(leaf: Any, lies: Any, sharding: NamedSharding) -> bool:
     return isinstance(leaf, np.ndarray) and sharding.is_fully_addressable
 
 
-def places_of(leaves: Sequence[Any]) -> list[Any]:
-    """Where arrays lie, as far as `jax.jit` tells them apart; of what lies on no device its type.
+def lying_otherwise(leaves: Sequence[Any], plan: PlanData) -> dict[int, Any]:
+    """Where the arrays lie that `place` leaves otherwise than planned, as far as `jax.jit` tells them apart."""
+    places = enumerate(zip(map(place_of, leaves), plan.flat_in_shardings, strict=True))
+    return {i: lies for i, (lies, sharding) in places if lies is not sharding and lies != sharding}
 
-    >>> places_of([np.zeros(3)])
-    [<class 'numpy.ndarray'>]
+
+def place_of(leaf: Any) -> Any:
+    """The sharding of an array; of what lies on no device its type.
+
+    >>> place_of(np.zeros(3))
+    <class 'numpy.ndarray'>
     """
-    return [getattr(leaf, "sharding", type(leaf)) for leaf in leaves]
+    return getattr(leaf, "sharding", type(leaf))
 
 
 def is_deleted(leaf: Any) -> bool:

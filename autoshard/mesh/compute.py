@@ -130,8 +130,9 @@ def _attention_flops(equation: Equation) -> float:
     rows, seen = queries[rows_dim], keys[rows_dim]
     mask = getattr(params.get("mask_type"), "name", "")
     if "CAUSAL" in mask or params.get("use_causal_mask"):
-        window = params.get("sliding_window_length") or seen
-        pairs = sum(min(row, seen, window) for row in range(1, rows + 1))
+        most = min(seen, params.get("sliding_window_length") or seen)
+        few = min(rows, most)  # rows that see no more than themselves and those before them
+        pairs = few * (few + 1) / 2 + (rows - few) * most
     else:
         pairs = rows * seen
     in_scores, in_sums = (3, 2) if "bwd" in equation.primitive else (1, 1)  # products as wide as keys, and as values
