@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,26 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.errors import ConflictError
-from autoshard.layout import Layout, MeshShape, layouts_of, replicated, spec_of, without_axes, without_idle_axes
+from autoshard.layout import Layout, MeshShape, spec_of
 from autoshard.mesh.topology import Topology
-from autoshard.model.equations import stays_whole
 from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.heap.heap import Heap
 from autoshard.model.heap.overwriting import is_overwritten, lies_in_columns
-from autoshard.model.host_memory import check_host_memory
-from autoshard.model.lifetimes import (
-    HEAP_OVERHEAD,
-    aliased,
+from autoshard.model.heap.result_places import (
+    copied_for_others,
     copied_when_donated,
-    holding,
     looped,
+    made_apart,
     returned,
+    taking_places,
     updated_in_loops,
-    use_span,
 )
+from autoshard.model.host_memory import check_host_memory
+from autoshard.model.lifetimes import HEAP_OVERHEAD, holding, use_span, written_at
 from autoshard.model.memory_terms import (
     ARGUMENT_TERMS,
     OUTPUT_TERMS,
@@ -45,6 +41,7 @@ from autoshard.model.memory_terms import (
     HeldOutput,
     ReadValue,
 )
+from autoshard.model.option_sets.argument_homes import ArgumentHomes
 from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
@@ -53,7 +50,6 @@ from autoshard.model.pricing.cost_tables import (
     copies_apart,
     copies_of,
     from_argument,
-    gathers_to,
     homes_of,
     only_where,
     or_unlike,
@@ -65,7 +61,7 @@ from autoshard.model.pricing.late import once_in_time
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.regions.pricing import Regions
 from autoshard.model.regions.shared_work import shared_work
-from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups, uses_of
+from autoshard.model.resharding_memory import MoveToPlace, Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, Backend
@@ -182,10 +178,12 @@ class _Formulator:
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
-        self.returns = returned(program)
+        self.returns, self.taking = returned(program), taking_places(program)
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
         self.unread = {value.id for value in program.values if not program.reads[value.id]} - self.result_ids
-        self.looped, self.end = looped(program), max(1, len(program.equations))  # arguments are there, whatever runs
+        self.apart = made_apart(program, groups, backend.fusion)
+        # after all equations results are moved to their places
+        self.looped, self.end = looped(program), len(program.equations) + 1
 
     def formulation(self, memory: float | None) -> Formulation:
         first_group = len(self.program.arguments)
@@ -225,53 +223,8 @@ class _Formulator:
     # Arguments.
 
     def _homes(self) -> list[tuple[ArgumentOption, ...]]:
-        return [self._options_of_argument(i, value) for i, value in enumerate(self.program.arguments)]
-
-    def _options_of_argument(self, index: int, value: Value) -> tuple[ArgumentOption, ...]:
-        mesh, fixed = self.prices.mesh, None
-        homes = [replicated(len(value.shape))] if stays_whole(value) else layouts_of(value.shape, mesh)
-        if self.prices.offered is not None and index not in self.fixed:
-            homes = self.prices.offered.of_argument(index, homes, list(mesh))
-        if index in self.fixed:
-            fixed = without_idle_axes(self.fixed[index], mesh)
-            if stays_whole(value) and fixed not in homes:
-                raise ConflictError(f"{value} cannot be {spec_of(fixed)}: XLA's collectives mix up numbers of two bits")
-            if fixed not in homes:
-                raise ConflictError(
-                    f"{value} cannot be {spec_of(self.fixed[index])}: a fixed sharding must split every dim evenly, "
-                    f"with its axes in the order of the mesh {dict(mesh)}"
-                )
-            if axes := self.open_axes.get(index):
-                homes, fixed = [home for home in homes if without_axes(home, axes) == fixed], None
-        readers = self.readers[value.id]
-        # a home that elementwise readers like is among the options
-        apart = tuple(fixed is None and reader.computes_on_shards for reader in readers)
-        # what a constraint says has to be reached, however
-        said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
-        fewer = narrow_groups(readers, value, self.prices.widths)
-        narrow = tuple(bool(fewer) and reader.group in fewer for reader in readers)
-
-        def options(*wants: tuple[Layout, ...]) -> tuple[ArgumentOption, ...]:
-            others = list(itertools.compress(wants, map(operator.not_, narrow)))
-            smaller = set(itertools.chain(*itertools.compress(wants, narrow)))
-            wanted = dict.fromkeys(itertools.chain(*itertools.compress(wants, map(operator.not_, apart))))
-            elementwise = list(itertools.compress(wants, apart))
-            reached = set(itertools.chain(*itertools.compress(wants, said)))
-            found = []
-            for home in homes if fixed is None else [fixed]:
-                found.append(ArgumentOption(home, home))
-                if not value.on_host:
-                    # ... but of one in whose shards it cannot compute: rows, of which it makes batches
-                    unread = [want for want in elementwise if not any(gathers_to(one, home) for one in want)]
-                    copies = dict.fromkeys(itertools.chain(wanted, *unread))
-                    read = [copy for copy in copies if gathers_to(home, copy) or copy in reached]
-                    found += [ArgumentOption(home, copy) for copy in read if copy != home]
-                    if all(home in want for want in others):
-                        found += [ArgumentOption(home, copy, True) for copy in read if copy != home and copy in smaller]
-            return tuple(found)
-
-        what = value.shape, value.on_host, fixed, said, apart, narrow, tuple(homes)
-        return self.prices.memo.once(options, *(reader.wants for reader in readers), of=what)
+        asked = ArgumentHomes(self.prices, self.readers, self.fixed, self.open_axes)
+        return [asked.options(i, value) for i, value in enumerate(self.program.arguments)]
 
     def _homes_of(self, kepts: tuple[ArgumentOption, ...]) -> tuple[Layout, ...]:
         return self.prices.memo.once(homes_of, kepts)
@@ -305,6 +258,9 @@ class _Formulator:
 
             self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored)))
         copied = copied_when_donated(self.program, self.groups)
+        for_others = copied_for_others(self.program, copies_circles=self.backend.copies_circles)
+        written = {made.value.id: written_at(group, made.value) for group in self.groups for made in group.outputs}
+        taken = {index: written[value] for value, places in self.taking.items() for index in places}
         in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
             kepts = options[index]
@@ -321,6 +277,8 @@ class _Formulator:
                 is_copied=index in copied,
                 gradient=copied.get(index),
                 returns=self.returns[value.id],
+                replaced_at=None if index in self.program.donated else taken.get(index),
+                moves=index in for_others,
                 end=self.end,
                 nodes=self.group_node,
                 strategies=self._strategies,
@@ -344,12 +302,10 @@ class _Formulator:
 
     def _add_groups(self) -> None:
         first_group = len(self.program.arguments)
-        aliases = aliased(self.program)
-        in_place = {result.id for i in aliases if isinstance(result := self.program.results[i], Value)}
-        in_place |= self.looped.keys() | updated_in_loops(self.program, self.groups)
+        in_place = self.taking.keys() | self.looped.keys() | updated_in_loops(self.program, self.groups)
         carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
         # A loop may end in a result's buffer.
-        in_place |= {seen.id for seen, final in carries if final.id in self.returns}
+        in_place |= {seen.id for seen, final in carries if final.id in self.returns or final.id in self.taking}
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
@@ -376,6 +332,7 @@ class _Formulator:
             prices=self.prices,
         )
         self._hold(part for term in OUTPUT_TERMS for part in term(output))
+        self._move_to_places(node, group, value, leaves)
         if not readers:
             return
         alone = readers[0].copied_for if len(readers) == 1 else None
@@ -401,6 +358,19 @@ class _Formulator:
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.is_recomputed else None
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
+
+    def _move_to_places(self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...]) -> None:
+        """Notes that a result stands beside its buffer where it is not left as the argument lies that it replaces."""
+        ends = [use_span(*use)[1] for use in uses_of(self.readers[value.id])]
+        used = written_at(group, value), max([group.point + 1, *ends]) + 1
+        for reader in self.readers[value.id]:
+            index = reader.node
+            if reader.group is None and index in self.taking.get(value.id, ()):
+                hop = (node, leaves), (index, reader.wants)
+                fuses, is_apart = group.fuses, index in self.apart
+                self.reshardings.append(
+                    MoveToPlace(value, used, *hop, True, True, fuses, [reader], reader.copied_for, None, is_apart)
+                )
 
     def _connect_value(
         self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...], alone: Readers

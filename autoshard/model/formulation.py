@@ -151,8 +151,8 @@ class Formulation:
         kinds = set()
         for resharding in self.reshardings:
             extra = resharding.extra(*resharding.layouts(choice), self.prices)
-            start = resharding.starts(extra)
-            if (extra.first and over[start]) or (extra.then and over[start : resharding.used[1]].any()):
+            start, first = resharding.starts(extra), resharding.begins(extra)
+            if (extra.first and over[first]) or (extra.then and over[start : resharding.used[1]].any()):
                 kinds.add(resharding.kind)
         return [resharding for resharding in self.reshardings if resharding.kind in kinds]
 
@@ -197,8 +197,8 @@ class Formulation:
                 )
             elif left != wanted:
                 end = resharding.used_until(resharding.copied_to(choice), last)
-            start = resharding.starts(extra)
-            yield (start, start + 1), extra.first
+            start, first = resharding.starts(extra), resharding.begins(extra)
+            yield (first, first + 1), extra.first
             yield (start, end), extra.then
 
     def _last_runs(self, moved: Container[tuple[int, int]]) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.layout import shards
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import FactorDims, Group, Use
-from autoshard.model.lifetimes import Lifetime, Span, made_at, repeats, use_span
+from autoshard.model.lifetimes import Lifetime, Span, repeats, use_span, written_at
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
     are_all_reduced,
@@ -37,7 +37,6 @@ from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.units.scalar_unit import numbers_of_value, scratch_numbers
-from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value
 from autoshard.propagation.rules.windows import STENCIL
 
@@ -67,7 +66,9 @@ class HeldArgument:
     is_loop_buffer: bool  # whether a loop carries it on in its own buffer
     is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
     gradient: Group | None  # that makes its gradient: an all_reduce of this saves the copy
-    returns: int  # how many results it is, that take no argument's place
+    returns: int  # how many results it is, that have buffers of their own
+    replaced_at: int | None  # where it is not donated: the point that first writes what is returned for it
+    moves: bool  # whether XLA copies it, since it takes another argument's place
     end: int  # the program point past all equations
     nodes: Callable[[Group], int]
     strategies: Callable[[Group], tuple[Strategy, ...]]
@@ -109,7 +110,7 @@ class HeldOutput:
     lifetime: Lifetime
     left: np.ndarray  # bytes per strategy, in the layout it is left in
     returned: np.ndarray  # the same if it is a result
-    returns: int  # how many results it is that take no argument's place: each has a buffer of its own all the time
+    returns: int  # how many results it is that have buffers of their own, in the layout it is left in, all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
     points: Mapping[int, int]  # value id -> the point that makes it
     unread: Container[int]  # ids of values that nothing reads
@@ -252,6 +253,21 @@ def returned_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield HeldBytes(
             argument.node, whole, argument.at_home * argument.returns, in_heap=False, written_at=argument.end - 1
         )
+
+
+@of_arguments
+def replacements(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """What is returned in its place, if it is not donated, all the time: its buffer lies as the argument does."""
+    if argument.replaced_at is not None:
+        whole = (0, argument.end)
+        yield HeldBytes(argument.node, whole, argument.at_home, in_heap=False, written_at=argument.replaced_at)
+
+
+@of_arguments
+def moved_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
+    """A copy of the argument while it is written over another argument."""
+    if argument.moves:
+        yield HeldBytes(argument.node, (argument.end - 1, argument.end), argument.at_home)
 
 
 @of_arguments
@@ -426,16 +442,11 @@ def regions(output: HeldOutput) -> Iterator[HeldBytes]:
 def results(output: HeldOutput) -> Iterator[HeldBytes]:
     """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program.
 
-    What a loop ends with is there from the loop's start on. Further results of the same value are copies.
+    Further results of the same value are copies.
     """
     if output.returns:
         whole = (0, output.end)
-        producer = next(one for one in output.group.equations if output.value in one.outputs)
-        start = producer.loop[0] if producer.loop and producer.primitive == "scan_carry" else None
-        if start is None:
-            start = made_at(output.group, producer, producer.outputs.index(output.value))
-        if facts_of(producer.primitive).work is Work.FACTORIZATION:  # a library works beside it, and it is a copy
-            start = max(0, start - 1)
+        start = written_at(output.group, output.value)
         yield HeldBytes(output.node, whole, output.returned, in_heap=False, written_at=start)
         if output.returns > 1:
             copied = output.returned * (output.returns - 1)

@@ -7,6 +7,7 @@ the options that agree with what the two nodes choose. Such nodes cost nothing, 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.layout import Layout
+from autoshard.mesh.resharding import Step
 from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import HEAP_OVERHEAD, Span, use_span
 from autoshard.model.pricing.prices import Prices
@@ -106,13 +108,34 @@ class Resharding:
             return ExtraBytes(0, 0, False)
         before = prices.arrays.local_bytes(self.value, left)
         after = prices.arrays.copy_bytes(self.value, wanted, self.copied_for)
-        kinds = [step.kind for step in prices.steps(self.value, left, wanted, self.copied_for)]
+        steps = prices.steps(self.value, left, wanted, self.copied_for)
+        kinds = [step.kind for step in steps]
         if not kinds:
             return ExtraBytes(0, (before - after) * self.fused, False)
         copies = (not self.counts_left) + ("all_to_all" in kinds)
-        transposed = "all_gather" in kinds and _gathers_inside(left, wanted, prices.backend)
+        transposed = int(after // self._pieces_transposed(steps, left, wanted, prices))
         at_once = self.made is not None and after <= before
-        return ExtraBytes(copies * before + transposed * after, after * (not self.counts_wanted), at_once)
+        return ExtraBytes(copies * before + transposed, after * (not self.counts_wanted), at_once)
+
+    def _pieces_transposed(self, steps: Sequence[Step], left: Layout, wanted: Layout, prices: Prices) -> float:
+        """How many pieces are gathered once the last dim other than the first is; inf if none is.
+
+        XLA gathers such a dim as the first, and transposes what it has.
+        """
+        if len(left) < self.least_rank_transposed(prices.backend):
+            return math.inf
+        inner = {axis for split, whole in zip(left[1:], wanted[1:], strict=True) for axis in split if axis not in whole}
+        pieces = 1
+        for step in reversed(steps):
+            if step.kind == "all_gather":
+                if inner.intersection(step.axes):
+                    return pieces
+                pieces *= math.prod(prices.mesh[axis] for axis in step.axes)
+        return math.inf
+
+    def least_rank_transposed(self, backend: Backend) -> int:
+        """Dims from which on what is gathered is transposed. GPU and TPU read a matrix either way round, as it is."""
+        return 2 if backend.transposes_operands else 3
 
     def starts(self, extra: ExtraBytes) -> int:
         """The point at which a resharding that holds this starts."""
@@ -120,6 +143,10 @@ class Resharding:
             return self.used[0]
         assert self.made is not None, "`extra` looks"
         return min(self.used[0], self.made + 1)
+
+    def begins(self, extra: ExtraBytes) -> int:
+        """The point at which it holds what it needs at first."""
+        return self.starts(extra)
 
     def copied_to(self, choice: Sequence[int]) -> list[Reader]:
         """The users of the resharded copy; a user who wants the value as it is left reads no copy."""
@@ -137,6 +164,33 @@ class Resharding:
         if any(group.is_recomputed for group, _ in uses):
             return 0
         return min((use_span(group, use, group.last_point)[1] for group, use in uses), default=self.used[1])
+
+
+@dataclass(frozen=True, eq=False)
+class MoveToPlace(Resharding):
+    """A result between how it is left and how the argument lies whose place it takes: its buffer lies like that.
+
+    Where both lie alike, it is made in that buffer, if that can be (`is_copy`). Otherwise it stands beside the buffer
+    until its last use, and is moved then.
+    """
+
+    is_copy: bool = False  # whether it cannot be made in its buffer, in which its maker reads the argument
+
+    def extra(self, left: Layout, wanted: Layout, prices: Prices) -> ExtraBytes:
+        moved, before = super().extra(left, wanted, prices), prices.arrays.local_bytes(self.value, left)
+        stays, first = self.is_copy, moved.first
+        if left != wanted:
+            steps = prices.steps(self.value, left, wanted, self.copied_for)
+            stays |= not self.fused or bool(steps)  # what makes it may take a slice at once
+            if prices.backend.gathers.copies_results and any(step.kind == "all_gather" for step in steps):
+                first += prices.arrays.local_bytes(self.value, wanted)
+        return ExtraBytes(first, before * stays, False)
+
+    def begins(self, extra: ExtraBytes) -> int:
+        return self.used[1] - 1
+
+    def least_rank_transposed(self, backend: Backend) -> int:
+        return 2  # a result lies in rows
 
 
 def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices, *, at_least: bool = False) -> Problem:
@@ -178,10 +232,10 @@ def _node(resharding: Resharding, prices: Prices, at_least: bool) -> _Node:
         own = np.array([[0.0 if layout in some else np.inf for some in among] for layout in layouts])
         agree[decides] = agree[decides] + own if decides in agree else own
     lives, end = [], resharding.used_at_least_until() if at_least else resharding.used[1]
-    for start in {resharding.starts(extra) for *_, extra in options}:
+    for start, first in {(resharding.starts(extra), resharding.begins(extra)) for *_, extra in options}:
         here = [extra if resharding.starts(extra) == start else ExtraBytes(0, 0, False) for *_, extra in options]
-        first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP_OVERHEAD for part in (0, 1))
-        lives += [((start, start + 1), first), ((start, max(end, start + 1)), then)]
+        at_first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP_OVERHEAD for part in (0, 1))
+        lives += [((first, first + 1), at_first), ((start, max(end, start + 1)), then)]
     return _Node(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
 
 
@@ -197,13 +251,3 @@ def _options(
         for extra, lefts in same.items():
             found[tuple(lefts), extra].append(wanted)
     return ((lefts, tuple(wants), extra) for (lefts, extra), wants in found.items())
-
-
-def _gathers_inside(source: Layout, target: Layout, backend: Backend) -> bool:
-    """Whether a dim other than the first is gathered: XLA then gathers it as the first, and transposes.
-
-    GPU and TPU read a matrix either way round, and it stays as it is.
-    """
-    least = 2 if backend.transposes_operands else 3
-    inner = zip(source[1:], target[1:], strict=True)
-    return len(source) >= least and any(len(split) > len(whole) for split, whole in inner)

@@ -13,7 +13,7 @@ from autoshard.layout import Layout, axes_of, local_shape, spec_text
 from autoshard.mesh.collectives import Collective
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import FactorDims, Group
-from autoshard.model.lifetimes import aliased
+from autoshard.model.heap.result_places import aliased
 from autoshard.model.regions.shared_work import forward_groups
 from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy

@@ -9,7 +9,9 @@ from programs import f32, model_program, traced
 from autoshard.model import lifetimes
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
-from autoshard.model.lifetimes import aliased, copied_when_donated, holding, repeats, use_span
+from autoshard.model.heap import result_places
+from autoshard.model.heap.result_places import aliased, copied_when_donated
+from autoshard.model.lifetimes import holding, repeats, use_span
 from autoshard.model.xla.convolutions import scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.program import Program, Value
@@ -284,8 +286,8 @@ def test_what_loops_write_in_place(case):
     fn, args, donate, carried_on, updated = IN_LOOPS[case]
     program, groups = grouping(fn, *args, donate=donate)
     (carry,) = (e for e in program.equations if e.primitive == "scan_carry")
-    assert lifetimes.looped(program) == ({carry.outputs[0].id: 0} if carried_on else {})
-    assert lifetimes.updated_in_loops(program, groups) == ({carry.inputs[1].id} if updated else set())
+    assert result_places.looped(program) == ({carry.outputs[0].id: 0} if carried_on else {})
+    assert result_places.updated_in_loops(program, groups) == ({carry.inputs[1].id} if updated else set())
 
 
 def test_a_gradient_is_added_at_once():

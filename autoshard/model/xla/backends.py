@@ -46,6 +46,7 @@ class Backend:
     on_chip_bytes: float = 0.0  # of temporaries that lie in the chip's own memory, which is no part of the peak
     number_bytes: int = 0  # that a temporary of one element takes, which lies outside the chip; 0: what it has
     tile: Tile | None = None  # to which the two minor dims of an array are padded
+    copies_circles: bool = False  # donated arguments that change places in a circle are all copied, not all but one
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     combining: Combining = field(default_factory=Combining)
     convolutions: Convolutions = field(default_factory=Convolutions)
@@ -86,6 +87,7 @@ CPU = Backend(
     lowers_as="cpu",
     chip="cpu",
     measured_on="cpu",
+    copies_circles=True,
     transposes_operands=True,
     convolutions=Convolutions(flops_share=0.5),
     fusion=Fusion(
@@ -127,7 +129,7 @@ V5E = Backend(
     convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7)),
     fourier_products=FourierProducts(passes=6, side=128, memory_passes=2.5),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
-    gathers=Gathers(several_dims_at_once=True, summed_up_to_bytes=2**24),
+    gathers=Gathers(several_dims_at_once=True, copies_results=True, summed_up_to_bytes=2**24),
     loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
         bytes=6 * 2**24, keeps_sums=True, rounding_share=0.36
     ),

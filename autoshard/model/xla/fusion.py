@@ -187,6 +187,8 @@ def _keeps_elements(equation: Equation) -> bool:
     """Whether it says other dims of the same elements, in the same order."""
     if equation.primitive == "reshape":
         return equation.params["dimensions"] is None
+    if equation.primitive == "broadcast_in_dim":
+        return math.prod(equation.inputs[0].shape) == math.prod(equation.outputs[0].shape)
     return equation.primitive in _SAME_ELEMENTS
 
 

@@ -1,8 +1,9 @@
 """Gathers: the TPU compiler makes one all_gather of several, and an all_reduce of one over many devices.
 
 All_gathers of several dims that follow each other become one, over the axes of all. One over all of many devices
-becomes an all_reduce of zeros and the own piece: of 16 MiB at most on v5e, of any size on v5p. Source: compiled
-programs. `tests/mesh/test_targets.py` compiles gathers on either side of these limits.
+becomes an all_reduce of zeros and the own piece: of 16 MiB at most on v5e, of any size on v5p. What a step returns is
+gathered into a temporary, and copied from there into the result's buffer. Source: compiled programs.
+`tests/mesh/test_targets.py` compiles gathers on either side of these limits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Gathers:
     """What all_gathers become."""
 
     several_dims_at_once: bool = False  # several dims, one after the other, in one all_gather over the axes of all
+    copies_results: bool = False  # what is gathered for a result is copied into its buffer
     summed_up_to_bytes: float = 0.0  # of the largest gather over all of many devices that becomes an all_reduce
 
     def sent_as(self, kind: str, devices: int, everywhere: int, size: int) -> str:

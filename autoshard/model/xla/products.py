@@ -144,4 +144,5 @@ def transposes(use: Use) -> bool:
     contracted, batched = (sides[use.operand] for sides in use.equation.params["dimension_numbers"])
     kept = [dim for dim in range(len(use.value.shape)) if dim not in (*contracted, *batched)]
     wanted = (*batched, *kept, *contracted) if use.operand == 0 else (*batched, *contracted, *kept)
-    return list(wanted) != sorted(wanted)
+    wide = [dim for dim in wanted if use.value.shape[dim] > 1]
+    return wide != sorted(wide)
