@@ -55,13 +55,13 @@ def searched(monkeypatch):
 
 @pytest.mark.parametrize("formulating, left", [(0, 40), (25, 15), (35, 10), (500, 10)])
 def test_what_formulates_the_step_counts(clock, searched, monkeypatch, formulating, left):
-    formulate = planning.formulate
+    formulated = planning.formulated
 
     def slow(*args, **keywords):
         clock.by += formulating
-        return formulate(*args, **keywords)
+        return formulated(*args, **keywords)
 
-    monkeypatch.setattr(planning, "formulate", slow)
+    monkeypatch.setattr(planning, "formulated", slow)
     start = time.monotonic()
     autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh_of({"x": 8}), topology=slow_chips("x"), time_limit=LIMIT)
     took = time.monotonic() - start
@@ -78,12 +78,12 @@ def test_the_searches_for_a_lean_plan_share_it(clock, searched):
 
 def test_all_variants_of_a_step_share_it(clock, monkeypatch):
     """No variant is begun once the limit has passed, and the bound is then that of none."""
-    formulate, begun = planning.formulate, []
+    formulated, begun = planning.formulated, []
 
     def slow(*args, **keywords):
         begun.append(clock.by)
         clock.by += 0.6 * LIMIT
-        return formulate(*args, **keywords)
+        return formulated(*args, **keywords)
 
     def scanned(weights, batch):
         def loss(weights):
@@ -98,7 +98,7 @@ def test_all_variants_of_a_step_share_it(clock, monkeypatch):
         return autoshard.plan(scanned, np.ones((4, 16, 64), np.float32), np.ones((512, 16), np.float32), **how)
 
     assert plan().bound > 0
-    monkeypatch.setattr(planning, "formulate", slow)
+    monkeypatch.setattr(planning, "formulated", slow)
     monkeypatch.setattr(choosing, "time", planning.time)
     assert plan().bound == 0 and begun == [0, 0.6 * LIMIT]
 
