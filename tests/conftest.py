@@ -15,6 +15,8 @@ collect_ignore = ["many_processes.py"]  # a program, which tests start
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# Else JAX asks the file system about each frame of each error that passes it, as of those that a test expects.
+jax.config.update("jax_traceback_filtering", "off")
 
 # jaxlib reads the variable once, and libtpu when it first compiles, which ends at flags that libtpu does not know.
 os.environ["XLA_FLAGS"] = compilation.CPU_ONLY

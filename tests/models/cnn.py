@@ -48,7 +48,7 @@ def make(channels: tuple[int, ...] = (16, 32), size: int = 16, classes: int = 16
 
 def classifier(name: str, model: nn.Module, size: int, classes: int, batch: int) -> Model:
     """The training of `model`, images to logits with batch norm, on images that are their class's under noise."""
-    variables = model.init(jax.random.key(0), jnp.zeros((1, size, size, 3)))
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, size, size, 3)))
     state = State.create(
         apply_fn=model.apply,
         params=variables["params"],

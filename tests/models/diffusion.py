@@ -78,7 +78,7 @@ def make(
     It computes in `dtype`, apart from the loss.
     """
     model = Denoiser(layers, width, halvings, heads, dtype)
-    params = model.init(jax.random.key(0), jnp.zeros((1, size, size, channels)), jnp.zeros(1))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, size, size, channels)), jnp.zeros(1))
     averaged = jax.tree.map(jnp.copy, params)  # buffers of its own, so that the state can be donated
     optimizer = optax.adam(3e-3, eps=1e-6)
     # The cosine schedule of Nichol and Dhariwal 2021: how much of an image's variance is left at each time.

@@ -44,7 +44,7 @@ class UNet(nn.Module):
 def make(width: int = 16, size: int = 16, classes: int = 8, batch: int = 16) -> Model:
     """The class of every pixel of `size` x `size` RGB images; each class has its colour, under noise."""
     model = UNet(width, classes)
-    params = model.init(jax.random.key(0), jnp.zeros((1, size, size, 3)))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, size, size, 3)))
     optimizer = optax.adam(3e-3, eps=1e-6)
     colours = np.random.default_rng(0).normal(size=(classes, 3))
 
