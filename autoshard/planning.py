@@ -20,7 +20,7 @@ from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverE
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
-from autoshard.model.formulating import formulate
+from autoshard.model.formulating import formulator
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.growing import in_parts, in_time, is_too_large
@@ -261,8 +261,7 @@ def formulated(
     wished = wished_layouts(program, mesh_shape) if fixed is None else {}
     fixed = asked_layouts(program, options) if fixed is None else fixed
     _check_types(program, fixed)
-    make = functools.partial(
-        formulate,
+    make = formulator(
         program,
         rules,
         mesh_shape,

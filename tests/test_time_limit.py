@@ -15,12 +15,14 @@ import autoshard
 from autoshard import options as user_options
 from autoshard import planning
 from autoshard.model.option_sets import growing
-from autoshard.model.pricing import late
+from autoshard.model.pricing import late, price_lists, resharding_steps
 from autoshard.model.pricing.prices import Prices
 from autoshard.options import options_of
 from autoshard.plans import limited_overlap
 from autoshard.propagation import rules_for
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.runtime.clock import Clock
+from autoshard.solver.settings import PROVEN
 from autoshard.variants import choosing
 
 LIMIT = 40.0
@@ -55,13 +57,13 @@ def searched(monkeypatch):
 
 @pytest.mark.parametrize("formulating, left", [(0, 40), (25, 15), (35, 10), (500, 10)])
 def test_what_formulates_the_step_counts(clock, searched, monkeypatch, formulating, left):
-    formulate = planning.formulate
+    formulated = planning.formulated
 
     def slow(*args, **keywords):
         clock.by += formulating
-        return formulate(*args, **keywords)
+        return formulated(*args, **keywords)
 
-    monkeypatch.setattr(planning, "formulate", slow)
+    monkeypatch.setattr(planning, "formulated", slow)
     start = time.monotonic()
     autoshard.plan(step, WEIGHTS, BATCH, mesh=mesh_of({"x": 8}), topology=slow_chips("x"), time_limit=LIMIT)
     took = time.monotonic() - start
@@ -78,12 +80,12 @@ def test_the_searches_for_a_lean_plan_share_it(clock, searched):
 
 def test_all_variants_of_a_step_share_it(clock, monkeypatch):
     """No variant is begun once the limit has passed, and the bound is then that of none."""
-    formulate, begun = planning.formulate, []
+    formulated, begun = planning.formulated, []
 
     def slow(*args, **keywords):
         begun.append(clock.by)
         clock.by += 0.6 * LIMIT
-        return formulate(*args, **keywords)
+        return formulated(*args, **keywords)
 
     def scanned(weights, batch):
         def loss(weights):
@@ -98,7 +100,7 @@ def test_all_variants_of_a_step_share_it(clock, monkeypatch):
         return autoshard.plan(scanned, np.ones((4, 16, 64), np.float32), np.ones((512, 16), np.float32), **how)
 
     assert plan().bound > 0
-    monkeypatch.setattr(planning, "formulate", slow)
+    monkeypatch.setattr(planning, "formulated", slow)
     monkeypatch.setattr(choosing, "time", planning.time)
     assert plan().bound == 0 and begun == [0, 0.6 * LIMIT]
 
@@ -212,3 +214,57 @@ def test_a_search_that_would_formulate_late_is_left_out(monkeypatch):
     budget = Budget(1.0, until=-math.inf)
     found = limited_overlap.with_limited_overlap(formulation, solution, lambda *_: solution, budget)
     assert found.choice == solution.choice and found.cost == hidden.communication_seconds
+
+
+def test_what_takes_long_to_price_once_ends_in_time(monkeypatch):
+    """A table between the layouts of one argument on four axes has thousands of pairs: the clock is looked at in it."""
+    clock, priced = SimpleNamespace(by=0.0), []
+
+    def slow(make):
+        def made(*args):
+            clock.by += LIMIT / 20
+            priced.append(clock.by)
+            return make(*args)
+
+        return made
+
+    monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + clock.by))
+    for name in ("path", "depends_on_whole_dims"):
+        monkeypatch.setattr(resharding_steps, name, slow(getattr(resharding_steps, name)))
+    mesh = jax.sharding.AbstractMesh((2, 2, 2, 2), tuple("abcd"))
+    shapes = jax.ShapeDtypeStruct((16, 32, 64), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    made = autoshard.plan(lambda x, y: jnp.tanh(x @ y), *shapes, mesh=mesh, topology="v5e:4x4", time_limit=LIMIT)
+    assert made.is_late and len(priced) < 60  # those of the part in which all axes are one are among them
+
+
+def test_equations_are_grouped_once(pricing_clock, monkeypatch):
+    """Where the clock ends the whole, its part has the same groups."""
+    grouped, groups_of = [], price_lists.groups_of
+    monkeypatch.setattr(price_lists, "groups_of", lambda *args: grouped.append(1) or groups_of(*args))
+    pricing_clock.per_group = LIMIT
+    how = {"mesh": mesh_of({"x": 4, "y": 2}), "topology": slow_chips("xy"), "time_limit": LIMIT}
+    assert autoshard.plan(step, WEIGHTS, BATCH, **how).is_late and len(grouped) == 1
+
+
+@pytest.mark.parametrize("needs_choice", [False, True])
+def test_only_a_first_choice_is_sought_past_the_end(needs_choice):
+    budget = Budget.of(0.0)
+    budget.needs_choice = needs_choice
+    clock = Clock(budget.part(1.0), None, is_timed=False, incumbent=None, goal=PROVEN, tick=lambda: None)
+    assert (clock.grace > 0) == needs_choice
+    before = clock.latest
+    clock.extend()
+    assert (clock.latest > before) == needs_choice
+
+
+def test_readings_of_a_fused_chain_are_listed_once():
+    """One group of thousands of equations may have as many readers of as many values."""
+    program = autoshard.autoshard(lambda x, y: jnp.sin(x * y) * y + y, mesh=mesh_of({"x": 8})).trace(BATCH, BATCH)
+    formulation = planning.formulated(program, rules_for(program), options_of(mesh_of({"x": 8})))
+    for group in formulation.groups:
+        for value, readings in group.reading.items():
+            expected = [
+                (e, i) for e in group.equations for i, x in enumerate(e.inputs) if getattr(x, "id", None) == value
+            ]
+            assert list(readings) == expected
+        assert group.reading is group.reading

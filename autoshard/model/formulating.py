@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from autoshard.layout import Layout, MeshShape, spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulation import Formulation, SharedLayout
-from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.heap.heap import Heap
 from autoshard.model.heap.overwriting import is_overwritten, lies_in_columns
@@ -58,21 +57,14 @@ from autoshard.model.pricing.cost_tables import (
     without_growth,
 )
 from autoshard.model.pricing.late import once_in_time
+from autoshard.model.pricing.price_lists import PriceLists
 from autoshard.model.pricing.prices import Prices
-from autoshard.model.regions.pricing import Regions
 from autoshard.model.regions.shared_work import shared_work
 from autoshard.model.resharding_memory import MoveToPlace, Reader, Resharding, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
-from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, Backend
-from autoshard.model.xla.convolutions import image_dims
-from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
-from autoshard.model.xla.operations import stacked_beside
-from autoshard.model.xla.rounding import Readers, widths_of
-from autoshard.model.xla.units.scalar_unit import places_of
+from autoshard.model.xla.rounding import Readers
 from autoshard.program import Program, Value
-from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
 from autoshard.solver.problem import Edge, Live, Problem
 
@@ -83,15 +75,35 @@ def formulate(
     mesh: MeshShape,
     topology: Topology,
     *,
+    offered: OptionSet | None = None,
+    until: float = math.inf,
+    **how: Any,
+) -> Formulation:
+    """The sharding problem of `program`.
+
+    Args:
+        offered: the strategies and homes among which is chosen; None: all.
+        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulatingLate`.
+        **how: the rest of what `formulator` takes.
+    """
+    return formulator(program, rules, mesh, topology, **how)(offered=offered, until=until)
+
+
+def formulator(
+    program: Program,
+    rules: Sequence[Rule],
+    mesh: MeshShape,
+    topology: Topology,
+    *,
     memory: float | None = None,
     fixed: Mapping[int, Layout] | None = None,
     open_axes: Mapping[int, frozenset[str]] | None = None,
     backend: Backend = CPU,
     moves_views: bool = False,
-    offered: OptionSet | None = None,
-    until: float = math.inf,
-) -> Formulation:
-    """The sharding problem of `program`.
+) -> Callable[..., Formulation]:
+    """What makes problems of `program`, as many as are asked for: `offered=` and `until=`, as for `formulate`.
+
+    What they have in common is found when the first is asked for.
 
     Args:
         program: the traced step.
@@ -103,54 +115,25 @@ def formulate(
         open_axes: argument index -> mesh axes that may split it further than is fixed.
         backend: the compiler that will make a program of it.
         moves_views: whether what is only a view of an array may be resharded; otherwise the array is.
-        offered: the strategies and homes among which is chosen; None: all.
-        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulatingLate`.
     """
-    mesh, traced = {axis: size for axis, size in mesh.items() if size > 1}, program
-    program = traced.running_on(backend.lowers_as)
-    if program is not traced:
-        pairs = zip(program.equations, rules, strict=True)
-        rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
-    groups = groups_of(program, rules, backend, mesh)
-    backend = replace(backend, combining=backend.combining.counted(groups))
-    widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
-    make_prices = functools.partial(
-        Prices,
-        mesh,
-        topology,
-        widths,
-        backend,
-        weights=weights,
-        entering=entering_loops(groups, weights),
-        stacked=stacked_beside(program),
-        kept=kept_inside(program, widths, backend.loop_memory) if backend.loop_memory.bytes else None,
-        turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
-        rounded=rounded_for_loops(program, widths),
-        places=places_of(program) if backend.number_bytes else None,
-        instead=read_through(groups),
-        images=image_dims(program),
-        offered=offered,
-        regions=Regions(program, mesh, topology, backend, formulate),
-    )
-    make = functools.partial(
-        _Formulator,
-        program,
-        groups,
-        fixed=fixed or {},
-        backend=backend,
-        open_axes=open_axes or {},
-        moves_views=moves_views,
-    )
+    mesh = {axis: size for axis, size in mesh.items() if size > 1}
+    lists = functools.cache(lambda: PriceLists.of(program, rules, mesh, topology, backend, formulate))
 
     def formulation(prices: Prices, until: float, *, counts_memory: bool) -> Formulation:
+        known, given, opened = lists(), fixed or {}, open_axes or {}
+        how = known.program, known.groups, prices, given, known.backend, opened, moves_views
         with prices.memo.ending(until):
-            return make(prices, counts_memory=counts_memory).formulation(memory)
+            return _Formulator(*how, counts_memory=counts_memory).formulation(memory)
 
-    prices = make_prices(steps=None if offered is None else offered.steps_by_rank)
-    found = formulation(prices, until, counts_memory=True)
-    alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
-    waits = once_in_time(lambda until: formulation(alone(), until, counts_memory=False).problem)
-    return replace(found, rules=tuple(rules), fingerprint=traced.fingerprint, waits=waits)
+    def made(offered: OptionSet | None = None, until: float = math.inf) -> Formulation:
+        make_prices = functools.partial(lists().prices, offered=offered)
+        prices = make_prices(steps=None if offered is None else offered.steps_by_rank)
+        found = formulation(prices, until, counts_memory=True)
+        alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
+        waits = once_in_time(lambda until: formulation(alone(), until, counts_memory=False).problem)
+        return replace(found, rules=tuple(rules), fingerprint=program.fingerprint, waits=waits)
+
+    return made
 
 
 class _Formulator:
@@ -263,6 +246,7 @@ class _Formulator:
         taken = {index: written[value] for value, places in self.taking.items() for index in places}
         in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
+            self.prices.memo.tick()
             kepts = options[index]
             narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
             for reader in self.readers[value.id] if self.prices.mesh else ():
@@ -311,6 +295,7 @@ class _Formulator:
             self.costs.append(priced.costs)
         for group, priced in zip(self.groups, self.priced, strict=True):
             for made, layouts in zip(group.outputs, priced.output_layouts, strict=True):
+                self.prices.memo.tick()
                 self._add_value(first_group + group.index, group, made.value, layouts, in_place)
 
     def _add_value(self, node: int, group: Group, value: Value, leaves, in_place: set[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,16 @@ class Group:
     def is_view(self) -> bool:
         """Whether it only renames the elements of one array: XLA makes no copy of it for a matrix product."""
         return all(facts_of(equation.primitive).is_view for equation in self.equations)
+
+    @cached_property
+    def reading(self) -> Mapping[int, tuple[tuple[Equation, int], ...]]:
+        """Id of a value -> the equations that read it, and as which operand: a group may have thousands of both."""
+        found = defaultdict[int, list[tuple[Equation, int]]](list)
+        for equation in self.equations:
+            for operand, value in enumerate(equation.inputs):
+                if isinstance(value, Value):
+                    found[value.id].append((equation, operand))
+        return {value: tuple(readings) for value, readings in found.items()}
 
     @property
     def widens(self) -> bool:

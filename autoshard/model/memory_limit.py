@@ -133,6 +133,10 @@ def solve_within(
             break
         reshardings.update(dict.fromkeys(over))
         problem = rounded
+    if best is not None:
+        if budget.over:
+            return best
+        budget.needs_choice = False
     needed, free = math.inf, 0.0
     leanest = outside if is_small else exact
     try:

@@ -79,11 +79,9 @@ class ChosenOptions:
         for readers in self.formulation.readers.values():
             for reader in readers:
                 if reader.group is not None and reader.use is not None:
-                    for equation in reader.group.equations:
-                        for operand, value in enumerate(equation.inputs):
-                            dims = reader.group.operands[equation.index][operand]
-                            if value is reader.use.value and dims == reader.use.dims:
-                                wants[equation.index, operand] = self.want(reader)
+                    for equation, operand in reader.group.reading.get(reader.use.value.id, ()):
+                        if reader.group.operands[equation.index][operand] == reader.use.dims:
+                            wants[equation.index, operand] = self.want(reader)
         finished = zip(self.formulation.groups, self.scatters, strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
         idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.outputs}

@@ -88,7 +88,7 @@ def test_a_second_start_plans_nothing(tmp_path, free, monkeypatch, compilations)
     first = decorated(**options).plan(WEIGHTS, X)
     compilations.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(planning, "formulate", None)
+        patch.setattr(planning, "formulator", None)
         second = decorated(**options)
         assert second.plan(WEIGHTS, X).dumps() == first.dumps()
     assert not compilations  # what was held against the limit is known, too

@@ -16,6 +16,8 @@ from autoshard.model.lifetimes import HEAP_OVERHEAD
 from autoshard.model.memory_terms import HeldBytes
 from autoshard.solver.problem import Live
 
+BUFFERS_AT_ONCE = 32  # of results, that are looked at together for one that is free: most often the first few are
+
 
 @dataclass(frozen=True)
 class Elsewhere:
@@ -54,12 +56,13 @@ class Heap:
         taken = np.zeros((len(results), end), bool)
         for row, (_, live) in enumerate(results):
             taken[row, live.start :] = True
-        largest, found = sizes[-1] * HEAP_OVERHEAD, []
+        room, found = sizes * HEAP_OVERHEAD, list[Live]()
         held = [(live.usage[choice[live.node]], live) for live in self.buffers if live.start < live.end]
-        for size, live in sorted((one for one in held if 0 < one[0] <= largest), key=lambda one: -one[0]):
-            first = int(np.searchsorted(sizes * HEAP_OVERHEAD, size))
-            free = ~taken[first:, live.start : live.end].any(axis=1)
-            if free.any():
-                taken[first + int(free.argmax()), live.start : live.end] = True
-                found.append(live)
+        for size, live in sorted((one for one in held if 0 < one[0] <= room[-1]), key=lambda one: -one[0]):
+            for first in range(int(np.searchsorted(room, size)), len(room), BUFFERS_AT_ONCE):
+                free = ~taken[first : first + BUFFERS_AT_ONCE, live.start : live.end].any(axis=1)
+                if free.any():
+                    taken[first + int(free.argmax()), live.start : live.end] = True
+                    found.append(live)
+                    break
         return found

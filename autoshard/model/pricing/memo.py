@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.model.pricing.late import ends_at, never_late
+
+T = TypeVar("T")
 
 
 class Memo:
@@ -28,6 +30,14 @@ class Memo:
             yield
         finally:
             self.tick = never_late
+
+    def in_time(self, items: Iterable[T]) -> tuple[T, ...]:
+        """The items, each of which is made in time: there may be thousands."""
+        made = []
+        for item in items:
+            self.tick()
+            made.append(item)
+        return tuple(made)
 
     def one(self, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
         """The one tuple of these layouts: equal ones are the same object, so that `once` knows them again."""

@@ -135,7 +135,7 @@ class Prices:
         if key not in self._groups:
             self.memo.tick()
             near = None if self.offered is None else self.offered.groups.get(group.index)
-            strategies = tuple(
+            strategies = self.memo.in_time(
                 operation_strategies(group, self.mesh, choices, near)
                 if is_call(group)
                 else strategies_of(group, self.mesh, self.backend, choices)
@@ -203,7 +203,7 @@ class Prices:
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            moves = self._steps_of(len(value.shape)).steps(rows, columns)[..., 0] > 0
+            moves = self._steps_of(len(value.shape)).steps(rows, columns, self.memo.tick)[..., 0] > 0
             moves |= written & differ(rows, columns)
             return read_only(~moves[np.ix_(places_among(sources, rows), places_among(targets, columns))])
 
@@ -331,11 +331,12 @@ class Prices:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
-            pairs = [[self._pair(shape, width, a, b, late, image_dims)[1:] for b in targets] for a in sources]
+            every = ((a, b) for a in sources for b in targets)
+            pairs = self.memo.in_time(self._pair(shape, width, a, b, late, image_dims)[1:] for a, b in every)
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self._steps_of(len(shape))
-        steps = moves.steps(sources, targets)
+        steps = moves.steps(sources, targets, self.memo.tick)
         total = math.prod(shape) * width
         of_step = [(0.0, 0.0, 0.0, False)]
         for kind, axes, tiles, several in moves.known:
@@ -375,11 +376,12 @@ class Prices:
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
-        regions = [self.region(group, strategy) for strategy in strategies]
+        regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
         if regions[0] is not None:
             return tuple(self._region_seconds(group, region) for region in regions if region is not None)
         ends = group.handed_on_at is not None
         for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):
+            self.memo.tick()
             communication = hidden = 0.0
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
                 cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)

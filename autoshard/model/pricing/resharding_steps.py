@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order
 from autoshard.mesh.resharding import depends_on_whole_dims, path
+from autoshard.model.pricing.late import never_late
 from autoshard.model.xla.gathers import Gathers, combined
 
 
@@ -21,8 +22,14 @@ class ReshardingSteps:
         # [source, target, step]: its number; 0: none; -1: unknown
         self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
 
-    def steps(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-        """[source, target, step]: which of `known` it is; 0 where there are fewer steps."""
+    def steps(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], tick: Callable[[], None] = never_late
+    ) -> np.ndarray:
+        """[source, target, step]: which of `known` it is; 0 where there are fewer steps.
+
+        Args:
+            tick: called before the steps of each pair are found; what it raises ends that.
+        """
         for layout in (*sources, *targets):
             self._number.setdefault(layout, len(self._number))
         missing = len(self._number) - len(self._steps)
@@ -33,15 +40,18 @@ class ReshardingSteps:
         cells = np.ix_(rows, columns)
         unknown = np.argwhere(self._steps[*cells, 0] < 0)
         if len(unknown):
-            self._steps[rows[unknown[:, 0]], columns[unknown[:, 1]]] = self._found(sources, targets, unknown)
+            self._steps[rows[unknown[:, 0]], columns[unknown[:, 1]]] = self._found(sources, targets, unknown, tick)
         return self._steps[cells]
 
-    def _found(self, sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarray) -> np.ndarray:
+    def _found(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarray, tick: Callable[[], None]
+    ) -> np.ndarray:
         """[pair, step]: the steps between each pair, given as [pair, (source, target)]."""
-        kinds = _kinds(sources, targets, pairs, self.mesh)
+        kinds = _kinds(sources, targets, pairs, self.mesh, tick)
         _, firsts, kind_of = np.unique(kinds, return_index=True, return_inverse=True)
         found = []
         for source, target in ((sources[i], targets[j]) for i, j in pairs[firsts].tolist()):
+            tick()
             steps = combined(path(source, target, self.mesh), self.mesh, self.gathers)
             found.append([self.known.setdefault(step, len(self.known) + 1) for step in steps])
         self._widen(max(map(len, found)))
@@ -56,7 +66,13 @@ class ReshardingSteps:
             self._steps = np.concatenate([self._steps, added.repeat(more, axis=2)], axis=2, dtype=np.int32)
 
 
-def _kinds(sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarray, mesh: MeshShape) -> np.ndarray:
+def _kinds(
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    pairs: np.ndarray,
+    mesh: MeshShape,
+    tick: Callable[[], None] = never_late,
+) -> np.ndarray:
     """[pair]: a number, equal only for pairs between which the same steps lead.
 
     Pairs are of one kind that are alike without the dims that neither layout splits, unless such dims may matter.
@@ -77,7 +93,10 @@ def _kinds(sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarr
     without = np.stack([places[number, column] for column in split.T], axis=1)
     _, firsts, kinds = np.unique(without, axis=0, return_index=True, return_inverse=True)
     kinds = kinds.ravel()
-    matters = [depends_on_whole_dims(sources[i], targets[j], mesh) for i, j in pairs[firsts].tolist()]
+    matters = []
+    for i, j in pairs[firsts].tolist():
+        tick()
+        matters.append(depends_on_whole_dims(sources[i], targets[j], mesh))
     ordered = np.array([in_mesh_order(layout, mesh) for layout in sources])[pairs[:, 0]]
     ordered &= np.array([in_mesh_order(layout, mesh) for layout in targets])[pairs[:, 1]]
     return np.where(np.array(matters)[kinds] | ~ordered, len(firsts) + number, kinds)

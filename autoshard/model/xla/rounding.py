@@ -104,7 +104,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         """Bytes per element of the first thing that a group makes of a value."""
         if rounding.operands and dtype_name(value.dtype) == "float32" and rounds(group):
             return BFLOAT16_BYTES
-        readings = [equation for equation in group.equations if any(x is value for x in equation.inputs)]
+        readings = [equation for equation, _ in group.reading.get(value.id, ())]
         if rounding.before_moves and readings and all(map(_converts, readings)):
             return max(equation.outputs[0].dtype.itemsize for equation in readings)
         if rounding.operands and group.equations[0].primitive in _MOVES_ONLY:

@@ -29,6 +29,7 @@ class Budget:
     done: float = 0.0
     interrupted: bool = False  # by Ctrl-C: nothing else is to start
     whole: Budget | None = None  # what this one is a part of
+    needs_choice: bool = True  # whether a first choice is sought a little past its end: none is known
 
     @classmethod
     def of(cls, time_limit: float, until: float = math.inf) -> Budget:
@@ -41,7 +42,8 @@ class Budget:
 
     def part(self, share: float) -> Budget:
         """A share of what is left of it."""
-        return Budget(share * self.left, time.monotonic() + share * self.seconds, whole=self)
+        work, until = share * self.left, time.monotonic() + share * self.seconds
+        return Budget(work, until, whole=self, needs_choice=self.needs_choice)
 
     @property
     def left(self) -> float:

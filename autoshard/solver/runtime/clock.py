@@ -59,7 +59,7 @@ class Clock:
         self.deadline = budget.work if iterations is None else float(iterations)
         self.work_until = math.inf  # of the budget: work that ends what is in a hurry, beside the deadline
         self.rejected_until = math.inf  # until when a choice that is not accepted is improved
-        self.grace = CLOCK.grace
+        self.grace = CLOCK.grace if budget.needs_choice else 0.0
 
     def begin(self, first: Callable[[], None]) -> None:
         """Runs what finds a first choice, and sets time aside for what comes when time is up."""
@@ -73,10 +73,11 @@ class Clock:
         self.rejected_until = self.now() + self.rejected_share * self.left()
 
     def extend(self) -> None:
-        """Gives what explains a failure a second more, or an iteration, and no grace."""
+        """Gives what explains a failure a second more, or an iteration, and no grace; none if a choice is known."""
         self.grace = 0.0
-        self.deadline = max(self.deadline, self.now() + 1)
-        self.latest = max(self.latest, time.monotonic() + 1)
+        if self.budget.needs_choice:
+            self.deadline = max(self.deadline, self.now() + 1)
+            self.latest = max(self.latest, time.monotonic() + 1)
 
     def now(self) -> float:
         """Iterations that are done, or work, or seconds."""

@@ -15,7 +15,8 @@ from autoshard.compiled.collectives import peak_bytes
 from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
-from autoshard.model import formulating, grouping, workspaces
+from autoshard.model import grouping, workspaces
+from autoshard.model.pricing import price_lists
 from autoshard.model.xla import backends, loop_memory, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
@@ -75,7 +76,7 @@ def without(**fields):
 
 
 def rounds_no_stacks(patch):
-    patch.setattr(formulating, "rounded_for_loops", lambda program, widths: set())
+    patch.setattr(price_lists, "rounded_for_loops", lambda program, widths: set())
 
 
 def nothing_runs_ahead(patch):

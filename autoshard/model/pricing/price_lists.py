@@ -1,0 +1,80 @@
+"""A program in, its groups and its price lists out: what these have in common is found once, whatever they offer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from autoshard.layout import MeshShape
+from autoshard.mesh.topology import Topology
+from autoshard.model.grouping import groups_of
+from autoshard.model.groups import Group
+from autoshard.model.pricing.prices import Prices
+from autoshard.model.regions.pricing import Regions
+from autoshard.model.weights import entering_loops, made_of_state
+from autoshard.model.xla.backends import Backend
+from autoshard.model.xla.convolutions import image_dims
+from autoshard.model.xla.fusion import read_through
+from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import stacked_beside
+from autoshard.model.xla.rounding import widths_of
+from autoshard.model.xla.units.scalar_unit import places_of
+from autoshard.program import Program
+from autoshard.propagation.registry import rule_of
+from autoshard.propagation.rule import Rule
+
+if TYPE_CHECKING:
+    from autoshard.model.formulation import Formulation
+
+
+@dataclass(frozen=True)
+class PriceLists:
+    """A program as its compiler groups it, and how its prices are made."""
+
+    program: Program  # as the compiler runs it
+    groups: list[Group]
+    backend: Backend  # as it combines what these groups send
+    prices: Callable[..., Prices]  # takes what is `offered`, and other keywords of `Prices` that not all lists share
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        rules: Sequence[Rule],
+        mesh: MeshShape,
+        topology: Topology,
+        backend: Backend,
+        formulate: Callable[..., Formulation],
+    ) -> PriceLists:
+        """Those of a program as it was traced.
+
+        Args:
+            formulate: as for `Regions`.
+        """
+        traced, program = program, program.running_on(backend.lowers_as)
+        if program is not traced:
+            pairs = zip(program.equations, rules, strict=True)
+            rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
+        groups = groups_of(program, rules, backend, mesh)
+        backend = replace(backend, combining=backend.combining.counted(groups))
+        widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
+        prices = functools.partial(
+            Prices,
+            mesh,
+            topology,
+            widths,
+            backend,
+            weights=weights,
+            entering=entering_loops(groups, weights),
+            stacked=stacked_beside(program),
+            kept=kept_inside(program, widths, backend.loop_memory) if backend.loop_memory.bytes else None,
+            turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
+            rounded=rounded_for_loops(program, widths),
+            places=places_of(program) if backend.number_bytes else None,
+            instead=read_through(groups),
+            images=image_dims(program),
+            regions=Regions(program, mesh, topology, backend, formulate),
+        )
+        return cls(program, groups, backend, prices)
