@@ -133,6 +133,11 @@ class HeldOutput:
         return not self.least_bytes and self.group.equations[0].primitive != "sort"
 
     @property
+    def may_be_in_results(self) -> bool:
+        """Whether it may lie where a result will: numbers in a TPU's memory lie apart."""
+        return not self.least_bytes
+
+    @property
     def least_bytes(self) -> int:
         """Bytes that it takes as a temporary at least."""
         places, is_number = self.prices.places, math.prod(self.value.shape) == 1
@@ -349,7 +354,8 @@ def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
     """The value as it is made, until it is first used."""
     if output.lifetime.made and not output.has_buffer:
         usage = np.maximum(output.left, output.least_bytes) * ~output.waits
-        yield HeldBytes(output.node, output.lifetime.made, usage, may_be_on_chip=output.may_be_on_chip)
+        where = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
+        yield HeldBytes(output.node, output.lifetime.made, usage, **where)
 
 
 @of_outputs
@@ -481,7 +487,8 @@ def read_values(read: ReadValue) -> Iterator[HeldBytes]:
     output, (start, end) = read.made, read.used
     if output.is_stored:
         span, usage = (start, end - read.is_overwritten), np.maximum(read.sizes, output.least_bytes)
-        yield HeldBytes(read.holder, span, usage, may_be_on_chip=output.may_be_on_chip)
+        where = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
+        yield HeldBytes(read.holder, span, usage, **where)
 
 
 def _around(spans: Sequence[Span]) -> Span:
