@@ -17,7 +17,7 @@ import functools
 import itertools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from autoshard.model.groups import Group, Use
 from autoshard.model.xla.fusion import Fusion
@@ -130,25 +130,20 @@ def _replaced(program: Program) -> dict[Value, tuple[int, Value]]:
 
 def _reads_elsewhere(group: Group, old: int, maker: Mapping[int, Group], fusion: Fusion) -> bool:
     """Whether what a group writes cannot go over a value, since it reads that at other places, itself or remade."""
-    for use in group.uses:
-        again = maker.get(use.value.id)
-        if use.value.id == old:
-            if not _is_written_over(group, use, fusion):
-                return True
-        elif again is not None and again.is_recomputed:
-            through = any(_reads(again, old, maker))
-            if through and (_reads_elsewhere(again, old, maker, fusion) or not _is_written_over(group, use, fusion)):
-                return True
-    return False
-
-
-def _reads(group: Group, old: int, maker: Mapping[int, Group]) -> Iterator[bool]:
-    """Whether each value that a group reads is an old one, or remade of it."""
-    for use in group.uses:
-        again = maker.get(use.value.id)
-        yield use.value.id == old
-        if again is not None and again.is_recomputed:
-            yield from _reads(again, old, maker)
+    remade, queue = {group.index: group}, [group]
+    while queue:
+        for use in queue.pop().uses:
+            again = maker.get(use.value.id)
+            if again is not None and again.is_recomputed and again.index not in remade:
+                remade[again.index] = again
+                queue.append(again)
+    elsewhere = {old: False}  # the value and what is remade of it -> whether that is at other places
+    for _, one in sorted(remade.items()):
+        uses = [use for use in one.uses if use.value.id in elsewhere]
+        if uses:
+            moves = any(elsewhere[use.value.id] or not _is_written_over(one, use, fusion) for use in uses)
+            elsewhere.update((made.value.id, moves) for made in one.outputs)
+    return any(elsewhere.get(made.value.id, False) for made in group.outputs)
 
 
 def _is_written_over(group: Group, use: Use, fusion: Fusion) -> bool:
