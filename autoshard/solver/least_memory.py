@@ -125,10 +125,14 @@ class _Points:
 
 
 def _at_no_cost(problem: Problem, costs: Sequence[np.ndarray]) -> Problem:
-    """The problem with these costs, but for what is forbidden, and without memory."""
+    """The problem with these costs, but for what is forbidden, and without memory, or edges that forbid nothing."""
     return Problem(
         costs=tuple(np.where(np.isfinite(old), new, np.inf) for old, new in zip(problem.costs, costs, strict=True)),
-        edges=tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges),
+        edges=tuple(
+            replace(edge, costs=np.where(finite, 0.0, np.inf))
+            for edge in problem.edges
+            if not (finite := np.isfinite(edge.costs)).all()
+        ),
         lives=(),
         limit=None,
     )

@@ -215,13 +215,20 @@ class _Graph:
 
     def reduce(self, tick: Callable[[], None]) -> None:
         while True:
-            tick()
             if self.changed:
-                self.visit(self.changed.pop())
+                node = self.changed.pop()
+                if self.tables[node] or self.lives[node]:  # what is alone goes in no time
+                    tick()
+                self.visit(node)
             elif self.uncompared:
-                self.compare(self.uncompared.pop())
-            elif not self.relax():
-                return
+                node = self.uncompared.pop()
+                if len(self.costs[node]):
+                    tick()
+                    self.compare(node)
+            else:
+                tick()
+                if not self.relax():
+                    return
 
     def visit(self, node: int) -> None:
         """Tries every reduction of one node but dominance; stops after one that removes it."""
