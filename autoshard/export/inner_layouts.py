@@ -15,7 +15,7 @@ from autoshard.layout import Layout, replicated, spec_text
 from autoshard.lower.constraints import constraints_of
 from autoshard.lower.on_shards import Split, local_params, may_run_on_shards, runs_on_shards, wants_of
 from autoshard.mesh.resharding import stops
-from autoshard.model.equations import folds_by_hand
+from autoshard.model.equations import folds_by_hand, is_lookup
 from autoshard.operations.primitive import OPERATION
 from autoshard.plans.plan import PlanData
 from autoshard.program import Equation, Program, Value
@@ -243,6 +243,8 @@ class _Table:
             self.left.append(f"halos of {equation.primitive} at {equation.source}")
             return ""
         how = [_specs(wants), _specs([home or () for home in homes]), literal(local_params(equation, split))]
+        if is_lookup(equation) and split.reduced:
+            how.append(f"looked_up={literal(split.looked_up)}")
         if scatter is not None:
             how.append(f"scatter={literal((scatter.dim, scatter.stages, scatter.others))}")
         elif split.reduced:

@@ -26,14 +26,14 @@ from autoshard.export.modules_code import CONSTRAIN_MODULES, CONSTRAINED_MODULES
 from autoshard.export.operations_code import PRIMITIVE_MODULES, PRIMITIVES
 from autoshard.jaxprs import HOST
 from autoshard.layout import spec_text
-from autoshard.lower import xla_faults
+from autoshard.lower import lookups, xla_faults
 from autoshard.operations import reduce_scatter
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program, signature
 from autoshard.program.trees import Tree, holds_flat_objects
 
 Style = Literal["specs", "explicit", "flax"]
-_PASTED = (reduce_scatter, xla_faults, standalone)
+_PASTED = (reduce_scatter, xla_faults, lookups, standalone)
 
 _SHARDINGS_ON = '''
 def _shardings_on(mesh):

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.lower.xla_faults import apart_from_slices, within_bounds
+from autoshard.lower.lookups import local_lookup
+from autoshard.lower.xla_faults import safely_split
 from autoshard.operations.reduce_scatter import reduce_scatter
 from autoshard.program.signature import named_arguments, selected, text_of_value
 
@@ -37,6 +38,7 @@ class OnShards(NamedTuple):
     makes: Specs
     params: Mapping[str, Any]  # what differs on one device
     summed: tuple[str, ...] = ()  # mesh axes over which results are partial sums
+    looked_up: Sequence[Sequence[str]] = ()  # of a gather along split dims: mesh axes that split each dim of the array
     scatter: tuple[Any, ...] = ()  # how the sum is scattered: dim, stages, and axes that are all_reduced
 
 
@@ -261,18 +263,17 @@ class _Run:
 
     def run(self, eqn: Any, arrays: Sequence[Any], row: Inner | None) -> list[Any]:
         name, on_shards = eqn.primitive.name, None if row is None else row.on_shards
-        if name == "dynamic_update_slice":
-            arrays = within_bounds(arrays)
-        if name.startswith("scatter"):
-            arrays = apart_from_slices(eqn, arrays)
         if name in _KERNELS and not eqn.params.get("interpret"):
             on_shards = OnShards([P()] * len(arrays), [P()] * len(eqn.outvars), {})
         if on_shards is None:
-            return _bind(eqn, arrays)
+            return safely_split(_bind, eqn, arrays, None)
         shards: OnShards = on_shards
 
         def on_one_device(*local: Any) -> list[Any]:
-            partial = _bind(eqn, local, shards.params)
+            if shards.looked_up:
+                partial = [local_lookup(eqn, local, shards.looked_up, shards.params["slice_sizes"])]
+            else:
+                partial = _bind(eqn, local, shards.params)
             if shards.scatter:
                 return [reduce_scatter(partial[0], *shards.scatter)]
             return [jax.lax.psum(one, shards.summed) for one in partial] if shards.summed else partial

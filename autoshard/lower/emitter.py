@@ -43,7 +43,7 @@ from autoshard.lower.constraints import constraints_of
 from autoshard.lower.halos import run_stencil
 from autoshard.lower.names import first_readers, named_after, named_as, reader_in
 from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
-from autoshard.lower.xla_faults import apart_from_slices, within_bounds
+from autoshard.lower.xla_faults import safely_split
 from autoshard.mesh.resharding import stops
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.running import Call
@@ -275,21 +275,18 @@ class Emitter:
         if is_kernel(eqn):
             return self.kernel(eqn, arrays)
         homes = [self.annotations.homes.get(value.id) for value in equation.outputs] if equation else []
-        if eqn.primitive.name == "dynamic_update_slice":
-            arrays = within_bounds(arrays, *homes)
-        if eqn.primitive.name.startswith("scatter"):
-            arrays = apart_from_slices(eqn, arrays, *homes)
+        layout = homes[0] if homes else None
         if equation is not None and equation.primitive == OPERATION:
             chosen = self.annotations.runs.get(equation.index, WHOLE)  # by hand as well: there may be a kernel in it
             return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         if None in homes or equation is None:
-            return run(eqn, arrays)
+            return safely_split(run, eqn, arrays, layout)
         scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
         if scatter is None and not may_run_on_shards(equation):
-            return run(eqn, arrays)
+            return safely_split(run, eqn, arrays, layout)
         split = Split.of(equation, wants, dict(self.mesh.shape))
         if scatter is None and not runs_on_shards(equation, split):
-            return run(eqn, arrays)
+            return safely_split(run, eqn, arrays, layout)
         function = on_shards(eqn, equation, split, scatter)
         return self.on_shards(
             function, arrays, list(map(spec_of, wants)), [spec_of(home) for home in homes if home is not None]

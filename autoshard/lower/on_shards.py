@@ -12,6 +12,7 @@ Most equations are left to XLA's partitioner. These kinds are not, and run insid
   collectives are not the ones that were planned.
 - What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
   Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
+- Lookups of a single row along a split dim, which XLA for GPU makes a `dynamic_slice` of whatever is gathered for it.
 - Ragged products. Of rows that are split, each device counts those that it has of each group.
 - Foreign functions for which the user has registered a rule that lets them be split.
 
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +37,8 @@ from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, local_shape, shards, spec_of, spec_text
 from autoshard.lower.halos import with_halos, without_halos
-from autoshard.model.equations import folds_by_hand, is_grouped_convolution, sums_locally
+from autoshard.lower.lookups import local_lookup
+from autoshard.model.equations import folds_by_hand, is_grouped_convolution, is_lookup, sums_locally
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.reduce_scatter import reduce_scatter
@@ -79,6 +82,14 @@ class Split:
         return cls(rule, axes, mesh)
 
     @property
+    def looked_up(self) -> list[tuple[str, ...]]:
+        """Of a gather, the axes that split each dim of the array from which it takes one position per index."""
+        return [
+            tuple(axis for factor in dim if factor in self.rule.reduction for axis in self.axes.get(factor, ()))
+            for dim in self.rule.operands[0]
+        ]
+
+    @property
     def reduced(self) -> tuple[str, ...]:
         """The axes over which results are partial, in mesh order."""
         axes = {axis for factor in self.rule.reduction | self.rule.summed for axis in self.axes.get(factor, ())}
@@ -97,7 +108,7 @@ class Split:
 def may_run_on_shards(equation: Equation) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, if it is split in some way."""
     unsafe = is_grouped_convolution(equation) or folds_by_hand(equation) or facts_of(equation.primitive).runs_on_shards
-    return unsafe or bool(rule_of(equation).reaches)
+    return unsafe or _is_single_lookup(equation) or bool(rule_of(equation).reaches)
 
 
 def runs_on_shards(equation: Equation, split: Split) -> bool:
@@ -106,7 +117,12 @@ def runs_on_shards(equation: Equation, split: Split) -> bool:
         return any(split.axes.values())
     if any(split.axes.get(factor) for factor in split.rule.exchanged):
         return True
-    return is_grouped_convolution(equation) or (folds_by_hand(equation) and bool(split.reduced))
+    by_hand = folds_by_hand(equation) or _is_single_lookup(equation)
+    return is_grouped_convolution(equation) or (by_hand and bool(split.reduced))
+
+
+def _is_single_lookup(equation: Equation) -> bool:
+    return is_lookup(equation) and math.prod(equation.inputs[1].shape[:-1]) == 1
 
 
 def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:
@@ -126,7 +142,10 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
             operands = [*operands[:2], _local_groups(equation, split, *operands[2:])]
         if folds_by_hand(equation) and split.reduced:
             return _folded(local, operands, split.reduced)
-        partial = run(local, operands)
+        if is_lookup(equation) and split.reduced:
+            partial = [local_lookup(eqn, operands, split.looked_up, local.params["slice_sizes"])]
+        else:
+            partial = run(local, operands)
         if equation.primitive == "select_and_scatter_add":
             partial = [without_halos(one, split.rule, split.axes) for one in partial]
         if scatter is not None:
@@ -223,6 +242,11 @@ def local_params(equation: Equation, split: Split) -> dict[str, Any]:
         pairs = zip(equation.params["result_avals"], split.results(), strict=True)
         local = [aval.update(shape=local_shape(aval.shape, layout or (), split.mesh)) for aval, layout in pairs]
         found = {"result_avals": tuple(local)}
+    if is_lookup(equation):
+        array = equation.inputs[0].shape
+        pieces = [math.prod(map(split.pieces, dim)) for dim in split.rule.operands[0]]
+        taken = zip(equation.params["slice_sizes"], array, pieces, strict=True)
+        found = {"slice_sizes": tuple(size // count if size == whole else size for size, whole, count in taken)}
     if is_grouped_convolution(equation):
         numbers, images = equation.params["dimension_numbers"], split.rule.operands[0]
         batch, channels = numbers.lhs_spec[:2]

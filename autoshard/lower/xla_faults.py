@@ -1,4 +1,4 @@
-"""Operands of an equation in, operands with which XLA's partitioner computes the same: see docs/xla_faults.md.
+"""An equation and its operands in, those with which XLA's partitioner computes the same: see docs/xla_faults.md.
 
 This file knows JAX alone: exported code has it, too.
 """
@@ -6,14 +6,35 @@ This file knows JAX alone: exported code has it, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-def within_bounds(arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None = None) -> list:
+def safely_split(
+    run: Callable[[Any, Sequence[Any]], list], eqn: Any, arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None
+) -> list:
+    """What an equation makes.
+
+    Args:
+        run: runs an equation on operands.
+        eqn: the equation as it is written.
+        arrays: its operands.
+        layout: of its first result, if the plan says it.
+    """
+    if eqn.primitive.name == "dynamic_update_slice":
+        return run(eqn, _within_bounds(arrays, layout))
+    if eqn.primitive.name.startswith("scatter"):
+        numbers, indices = eqn.params["dimension_numbers"], arrays[1]
+        may_be_split = layout is None or any(layout[dim] for dim in numbers.scatter_dims_to_operand_dims)
+        if may_be_split and math.prod(indices.shape[:-1]) == 1:
+            return [_beside_idle_update(eqn, *arrays)]
+    return run(eqn, arrays)
+
+
+def _within_bounds(arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None) -> list:
     """Operands of a `dynamic_update_slice`, an update of one element along a dim that may be split inside the array.
 
     XLA's partitioner drops such an update if it is out of bounds; the operation itself moves it to the nearest element.
@@ -30,20 +51,31 @@ def within_bounds(arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | Non
     )]  # fmt: skip
 
 
-def apart_from_slices(eqn: Any, arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None = None) -> list:
-    """Operands of a scatter; what a single update goes into along a split dim is not simplified with what made it.
+def _beside_idle_update(eqn: Any, array: Any, indices: Any, update: Any) -> jax.Array:
+    """What a scatter of a single update makes, with another update, which is out of bounds.
 
-    A device whose shard the update misses reads and writes back an element of the edge. If the shard is sliced out of a
-    larger array, XLA makes one slice of both and forgets the edge: it writes back an element of another shard.
-
-    Args:
-        eqn: the scatter.
-        arrays: the array, the indices and the updates.
-        layout: of the result, if the plan says it.
+    XLA makes a `dynamic_update_slice` of a scatter of one update, which writes back what lies there if the update is
+    out of bounds. XLA for TPU and GPU does so before it partitions the program, and then gathers the whole array to
+    read that. XLA for CPU does so on each device. If the shard is sliced out of a larger array, it makes one slice of
+    both and forgets the edge of the shard: it writes back an element of another one. It makes nothing of two updates.
     """
-    array, indices, *updates = arrays
-    indexed = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-    may_be_split = layout is None or any(layout[dim] for dim in indexed)
-    if may_be_split and math.prod(indices.shape[:-1]) == 1:
-        array = jax.lax.optimization_barrier(array)
-    return [array, indices, *updates]
+    numbers, clip = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.CLIP
+    indices = indices.astype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)  # where -1 is out of bounds
+    if jax.lax.GatherScatterMode.from_any(eqn.params["mode"]) == clip:
+        apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        windows = iter(numbers.update_window_dims)
+        sizes = [1 if dim in apart else update.shape[next(windows)] for dim in range(array.ndim)]
+        last = [array.shape[dim] - sizes[dim] for dim in numbers.scatter_dims_to_operand_dims]
+        indices = jnp.clip(indices, 0, jnp.array(last, indices.dtype))
+    behind = numbers._replace(
+        update_window_dims=tuple(dim + 1 for dim in numbers.update_window_dims),
+        scatter_indices_batching_dims=tuple(dim + 1 for dim in numbers.scatter_indices_batching_dims),
+    )
+    both = {
+        "dimension_numbers": behind,
+        "indices_are_sorted": False,
+        "mode": jax.lax.GatherScatterMode.FILL_OR_DROP,
+    }
+    params = eqn.primitive.get_bind_params({**eqn.params, **both})
+    pairs = jnp.stack([indices, jnp.full_like(indices, -1)]), jnp.stack([update, update])
+    return eqn.primitive.bind(array, *pairs, **params)

@@ -24,7 +24,12 @@ def is_kernel_gradient(equation: Equation) -> bool:
 
 def sums_locally(equation: Equation) -> bool:
     """Whether it makes on the shards of one device what the device adds to a sum; convolutions if no pixel is split."""
-    return equation.primitive == "reduce_sum" or contracts(equation)
+    return equation.primitive == "reduce_sum" or contracts(equation) or is_lookup(equation)
+
+
+def is_lookup(equation: Equation) -> bool:
+    """Whether it gathers numbers: what is looked up in a split dim is a sum over devices."""
+    return equation.primitive == "gather" and np.issubdtype(equation.inputs[0].dtype, np.number)
 
 
 def is_grouped_convolution(equation: Equation) -> bool:

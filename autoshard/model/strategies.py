@@ -17,10 +17,11 @@ from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shar
 from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
-from autoshard.model.xla.scatters import scatters_at_once, stages_of
+from autoshard.model.xla.scatters import scatters_at_once, scatters_slices, stages_of
 from autoshard.operations.split import Run
 from autoshard.operations.sums import IndexGroups
 from autoshard.primitives import facts_of
+from autoshard.program import Value
 from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 
@@ -191,14 +192,14 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     by_hand = group.sums_locally(assignment)
     if len(group.outputs) != 1 or not (by_hand or backend.scatters.from_all_reduces):
         return
-    (layout,), (local,), shape = leaves, elements, group.outputs[0].value.shape
+    (layout,), (local,), made = leaves, elements, group.outputs[0].value
     if not local:
         return
     for scattered_factor, axes in partial:
         if not by_hand and not scatters_at_once(axes, mesh, backend):
             continue
-        for dim in range(len(shape)):
-            scattered = _scattered(layout, axes, dim, shape, mesh)
+        for dim in range(len(made.shape)):
+            scattered = _scattered(layout, axes, dim, made, mesh, backend)
             if scattered is None:
                 continue
             others = [other for factor, other in partial if factor != scattered_factor]
@@ -211,7 +212,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
                 yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
         if by_hand and backend.scatters.over_some_axes:
             others = [other for factor, other in partial if factor != scattered_factor]
-            yield from _sequences(layout, axes, others, local, shape, mesh, backend)
+            yield from _sequences(layout, axes, others, local, made, mesh, backend)
 
 
 def _factors_in(dims: FactorDims) -> set[int]:
@@ -234,7 +235,7 @@ def _sequences(
     axes: tuple[str, ...],
     others: list[tuple[str, ...]],
     local: int,
-    shape,
+    made: Value,
     mesh: MeshShape,
     backend: Backend,
 ) -> Iterator[tuple]:
@@ -244,8 +245,8 @@ def _sequences(
     for count in range(1, len(axes)):
         for inside in itertools.combinations(axes, count):
             outside = tuple(axis for axis in axes if axis not in inside)
-            for dim in range(len(shape)):
-                scattered = _scattered(layout, inside, dim, shape, mesh)
+            for dim in range(len(made.shape)):
+                scattered = _scattered(layout, inside, dim, made, mesh, backend)
                 if scattered is not None:
                     slice_ = local // shards(inside, mesh)
                     reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
@@ -259,9 +260,14 @@ def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend
         yield Finish(REDUCE_SCATTER, stage_axes, 0, local, groups)
 
 
-def _scattered(layout: Layout, axes: tuple[str, ...], dim: int, shape, mesh: MeshShape) -> Layout | None:
-    """`layout` with the axes appended to a dim; None if it comes out uneven or out of mesh order."""
+def _scattered(
+    layout: Layout, axes: tuple[str, ...], dim: int, made: Value, mesh: MeshShape, backend: Backend
+) -> Layout | None:
+    """`layout` with the axes appended to a dim; None if it comes out uneven, out of mesh order, or all_reduced."""
     dims = list(layout)
     dims[dim] += axes
     found = tuple(dims)
-    return found if shape[dim] % shards(dims[dim], mesh) == 0 and in_mesh_order(found, mesh) else None
+    if made.shape[dim] % shards(dims[dim], mesh) or not in_mesh_order(found, mesh):
+        return None
+    partial = local_shape(made.shape, layout, mesh)
+    return found if scatters_slices(partial, dim, shards(axes, mesh), made.itemsize, backend) else None

@@ -12,6 +12,11 @@ import jax
 import numpy as np
 
 _LANES = 128  # of a TPU's vector registers: columns of a tile
+_CHIP_ROWS = (16, 8)  # rows of tiles that a device sends at a time: of a chip of two cores as one device, of one core
+_MOST_PADDING = 1 / 16  # of a device's rows: less is scattered, and exchanged a little; XLA all_reduces from 3/8
+# Columns that do not fill lanes: how many at least, and the bytes of each per row of tiles. A few fit below that.
+_LEAST_COLUMNS, _COLUMN_BYTES = 8, 64
+_MOST_WIDTHS = 64  # numbers of columns that are tried
 
 
 def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any]], others: Sequence[str]) -> jax.Array:
@@ -26,25 +31,105 @@ def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any
         stages: mesh axes, and groups of devices along them, if it is not all of them.
         others: mesh axes over which the slices are all_reduced.
     """
-    rest = [other for other in range(partial.ndim) if other != dim]
-    rest.sort(key=lambda other: partial.shape[other] >= _LANES)
+    sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in stages]
+    least, columns = partial.size // math.prod(sizes), columns_beside(partial.shape, dim)
+    is_tiled = fills_tiles(least, columns, partial.dtype.itemsize)
+    if not is_tiled and (width := tiled_width(least, partial.dtype.itemsize)):
+        return _in_slices(partial, dim, stages, others, sizes, width)
+    rest = _others(partial.shape, dim)
     order, shape = (dim, *rest), [partial.shape[other] for other in rest]
     count = partial.shape[dim]
-    sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in stages]
-    if shape:
-        widths = itertools.accumulate(reversed(shape), operator.mul)
-        columns = [next((width for width in widths if width >= _LANES), math.prod(shape))]
-    else:
-        columns = [_LANES] if count % (_LANES * math.prod(sizes)) == 0 else []
     whole, at = partial, dim
     for i, (axes, groups) in enumerate(stages):
         later = math.prod(sizes[i + 1 :])
         rows = _split_first(whole, at, later, sizes[i], rest if i == 0 else range(1, whole.ndim))
-        sliced = jax.lax.psum_scatter(rows.reshape(-1, *columns), axes, axis_index_groups=groups, tiled=True)
+        sliced = jax.lax.psum_scatter(
+            rows.reshape(-1, columns) if shape else rows, axes, axis_index_groups=groups, tiled=True
+        )
         count //= sizes[i]
         whole, at = sliced.reshape(count, *shape), 0
     mine = whole.transpose(np.argsort(order))
     return jax.lax.psum(mine, tuple(others)) if others else mine
+
+
+def columns_beside(shape: Sequence[int], dim: int) -> int:
+    """The columns of the matrix whose rows are scattered when a dim is: enough other dims for all lanes, or all.
+
+    >>> columns_beside((64, 4, 32), 0), columns_beside((64, 256), 0), columns_beside((64,), 0)
+    (128, 256, 1)
+    """
+    sizes = [shape[other] for other in reversed(_others(shape, dim))]
+    widths = itertools.accumulate(sizes, operator.mul)
+    return next((width for width in widths if width >= _LANES), math.prod(sizes))
+
+
+def _others(shape: Sequence[int], dim: int) -> list[int]:
+    """The other dims, those that are columns last."""
+    return sorted((other for other in range(len(shape)) if other != dim), key=lambda other: shape[other] >= _LANES)
+
+
+def tiled_width(elements: int, itemsize: int, chip_rows: Sequence[int] = _CHIP_ROWS) -> int:
+    """The columns of a matrix of so many elements that TPU scatters, one such matrix to each device; 0: there is none.
+
+    >>> [tiled_width(elements, 4) for elements in (4096, 2048, 1024, 9 * 256, 48 * 128)]
+    [256, 256, 0, 0, 256]
+
+    Args:
+        elements: of one device's slice of the sum.
+        itemsize: bytes of each.
+        chip_rows: as for `fills_tiles`; those of the first are preferred.
+    """
+    widths = [2 * _LANES, _LANES, *(_LANES * count for count in range(3, _MOST_WIDTHS))]
+    fitting = (width for rows in chip_rows for width in widths if fills_tiles(elements, width, itemsize, rows, 0))
+    return next(fitting, 0)
+
+
+def fills_tiles(
+    elements: int, columns: int, itemsize: int, chip_rows: int = _CHIP_ROWS[0], most_padding: float = _MOST_PADDING
+) -> bool:
+    """Whether XLA for TPU scatters a sum of which each device gets a matrix of so many elements in so many columns.
+
+    It cuts the rows of each device into parts of whole tiles. If it pads them, devices exchange rows, too. If much of
+    them is padding, it all_reduces.
+    Source: programs compiled for v5e:2x4, v5e:4x4, v5p:2x2x1 and v5p:2x2x2 in float32 and bfloat16.
+
+    >>> fills_tiles(8 * 256, 256, 4, 8), fills_tiles(8 * 128, 128, 4, 8), fills_tiles(9 * 256, 256, 4, 8)
+    (True, False, False)
+
+    Args:
+        elements: of one device's slice of the sum.
+        columns: of the matrix that is scattered by its rows.
+        itemsize: bytes of an element.
+        chip_rows: 8 rows of a chip of one core, 16 of a chip whose two cores are one device.
+        most_padding: of the rows, as a share.
+    """
+    if not elements or elements % columns:
+        return False
+    rows = elements // columns
+    if columns % _LANES:
+        return columns >= _LEAST_COLUMNS and rows * itemsize % (_COLUMN_BYTES * chip_rows) == 0
+    together = chip_rows * (1 + columns // _LANES % 2)
+    return -rows % together <= most_padding * rows
+
+
+def _in_slices(
+    partial: jax.Array,
+    dim: int,
+    stages: Sequence[tuple[Any, Any]],
+    others: Sequence[str],
+    sizes: Sequence[int],
+    width: int,
+) -> jax.Array:
+    """The slice of a sum whose slices are matrices of few columns, or few rows: each is sent in rows of `width`."""
+    whole = partial
+    for i, (axes, groups) in enumerate(stages):
+        later, before, after = math.prod(sizes[i + 1 :]), whole.shape[:dim], whole.shape[dim + 1 :]
+        count = whole.shape[dim] // (later * sizes[i])
+        pieces = whole.reshape(*before, later, sizes[i], count, *after)
+        rows = jax.numpy.moveaxis(pieces, dim + 1, 0).reshape(-1, width)
+        sliced = jax.lax.psum_scatter(rows, axes, axis_index_groups=groups, tiled=True)
+        whole = sliced.reshape(*before, later * count, *after)
+    return jax.lax.psum(whole, tuple(others)) if others else whole
 
 
 def _split_first(whole: jax.Array, dim: int, later: int, size: int, others: Iterable[int]) -> jax.Array:

@@ -153,14 +153,14 @@ def test_what_may_be_split_unevenly_is_said(tokens, is_said):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_sums_that_xla_slices_stay_where_they_are_summed(told):
-    """Told of the slices alone, XLA splits a lookup in a split dim as they are, and moves what it reads."""
+    """Told of the slices alone, XLA splits a lookup of booleans in a split dim as they are, and moves what it reads."""
 
     def step(logits, labels):
         logits = jax.lax.with_sharding_constraint(logits, jax.P("x", None, "y"))
         picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)
         return jax.lax.with_sharding_constraint(picked, jax.P("x", "y", None))
 
-    shapes = jax.ShapeDtypeStruct((1024, 2048, 512), jnp.float32), jax.ShapeDtypeStruct((1024, 2048), jnp.int32)
+    shapes = jax.ShapeDtypeStruct((1024, 2048, 512), jnp.bool_), jax.ShapeDtypeStruct((1024, 2048), jnp.int32)
     axes = {"x": 4, "y": 2}
     made = plan_of(step, *shapes, mesh=AbstractMesh((4, 2), ("x", "y")), topology=topology("v5e:2x4", axes))
     assert {(c.kind, c.axes) for c in made.predicted.collectives} == {("reduce_scatter", ("y",))}

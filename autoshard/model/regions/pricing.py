@@ -147,7 +147,8 @@ class Regions:
     def _collective_as_compiled(self, one: RegionCollective) -> RegionCollective:
         among = one.devices or shards(one.axes, self.mesh)
         if one.kind == "reduce_scatter":
-            if not scatters_alone(one.axes, among, one.shape, self.mesh, self.backend):
+            itemsize = one.bytes * among // max(1, math.prod(one.shape))
+            if not scatters_alone(one.axes, among, one.shape, itemsize, self.mesh, self.backend):
                 return replace(one, kind="all_reduce", bytes=one.bytes * among)
             return one
         everywhere = math.prod(self.mesh.values()) // self.backend.slices

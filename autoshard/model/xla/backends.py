@@ -138,7 +138,7 @@ V5E = Backend(
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
-    scatters=Scatters(over_all_up_to=8, least_columns=128),  # 2x2 and 2x4; 4x8 and 4x4 have none
+    scatters=Scatters(over_all_up_to=8, chip_rows=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
     operations=Operations(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
     sums=Sums(hoists=True, adds_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
@@ -189,7 +189,7 @@ V5P = replace(
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
     recopies=replace(V5E.recopies, keeps_columns=True),
-    scatters=Scatters(over_all_up_to=4, least_columns=128),  # 2x2x1; 2x2x2 has none
+    scatters=Scatters(over_all_up_to=4, chip_rows=16),  # 2x2x1; 2x2x2 has none
     vector_products=VectorProducts({4: 0.35, 2: 0.22}),
 )
 BACKENDS: Mapping[str, Backend] = {backend.chip: backend for backend in (CPU, H100, V5E, V5P)}

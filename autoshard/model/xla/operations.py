@@ -51,7 +51,9 @@ class Operations:
 
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
-        extra = 0 if self.are_kernels else sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
+        extra = sum(map(_guarding_operations, group.equations))
+        if not self.are_kernels:
+            extra += sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
         inside = self.least_seconds * extra
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
@@ -118,6 +120,13 @@ def is_loop_over_rows(equation: Equation) -> bool:
     return any(map(operator.lt, parts, rows))
 
 
+def _guarding_operations(equation: Equation) -> int:
+    """Operations that keep a scatter's only update, written in place, from what is out of bounds; 0 of others."""
+    if not equation.primitive.startswith("scatter") or isinstance(equation.inputs[1], np.ndarray):
+        return 0
+    return _OPERATIONS_OF_GUARD if math.prod(equation.inputs[1].shape[:-1]) == 1 else 0
+
+
 def _extra_operations(equation: Equation) -> int:
     """Operations that XLA makes of an equation beside the first. It picks a few rows as slices, one by one."""
     if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _LEAST_LOOP_ROWS:
@@ -163,6 +172,7 @@ _OPERATIONS_AROUND_ROWS = 4  # around that loop
 _LARGEST_TRIANGLE = 128  # rows that are inverted by themselves; larger triangles are products of such
 _OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
 _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
+_OPERATIONS_OF_GUARD = 2  # is it out of bounds; and what lies there, if so. Along a split dim there are one or none
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
 _LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
 _LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other, as slices

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoshard.layout import MeshShape, shards
+from autoshard.operations.reduce_scatter import columns_beside, fills_tiles, tiled_width
 from autoshard.operations.sums import Stages, two_stages
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Scatters:
 
     from_all_reduces: bool = True  # whether an all_reduce and a slice become a reduce_scatter
     over_all_up_to: float = math.inf  # devices of a program: one over all of more is an all_reduce, and a slice
-    least_columns: int = 0  # of what a program scatters itself: an array of shorter rows is all_reduced
+    chip_rows: int = 0  # of tiles, which a device's slice has to fill to be scattered (`fills_tiles`); 0: any slice is
     over_some_axes: bool = False  # whether one over some axes of a sum, and an all_reduce over the others, are a choice
 
 
@@ -46,8 +47,26 @@ def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -
     return not (between or everybody)
 
 
+def scatters_slices(shape: Sequence[int], dim: int, pieces: int, itemsize: int, backend: Backend) -> bool:
+    """Whether a sum is scattered along a dim, as `reduce_scatter` arranges it. If not, it is all_reduced.
+
+    Args:
+        shape: of one device's part of the sum, whole.
+        dim: which is cut.
+        pieces: of how many devices each gets one.
+        itemsize: bytes of an element.
+    """
+    rows, elements = backend.scatters.chip_rows, math.prod(shape) // pieces
+    if not rows:
+        return True
+    return (
+        fills_tiles(elements, columns_beside(shape, dim), itemsize, rows)
+        or tiled_width(elements, itemsize, (rows,)) > 0
+    )
+
+
 def scatters_alone(
-    axes: tuple[str, ...], devices: int, shape: Sequence[int], mesh: MeshShape, backend: Backend
+    axes: tuple[str, ...], devices: int, shape: Sequence[int], itemsize: int, mesh: MeshShape, backend: Backend
 ) -> bool:
     """Whether the backend runs a `psum_scatter` of a program as one. If not, it all_reduces the whole.
 
@@ -55,10 +74,12 @@ def scatters_alone(
         axes: what it runs over.
         devices: how many of those along the axes talk to each other.
         shape: of one device's part of the sum, whole.
+        itemsize: bytes of an element.
     """
-    columns = shape[-1] if len(shape) > 1 else 0
+    rows, columns = backend.scatters.chip_rows, shape[-1] if len(shape) > 1 else 1
+    is_tiled = not rows or fills_tiles(math.prod(shape) // devices, columns, itemsize, rows)
     in_groups = devices < shards(axes, mesh)
-    return columns >= backend.scatters.least_columns and (in_groups or scatters_at_once(axes, mesh, backend))
+    return is_tiled and (in_groups or scatters_at_once(axes, mesh, backend))
 
 
 def axes_between_slices(mesh: MeshShape, slices: int) -> frozenset[str]:

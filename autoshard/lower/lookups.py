@@ -1,0 +1,53 @@
+"""A gather and one device's shards of its operands in, what the device adds to the rows that are looked up out.
+
+Each device looks up all indices in its own shard. Of a row that lies elsewhere it makes zeros. This file knows JAX
+alone: exported code has it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def local_lookup(
+    eqn: Any, shards: Sequence[jax.Array], axes: Sequence[Sequence[str]], sizes: Sequence[int]
+) -> jax.Array:
+    """The device's part of the rows: the sum of all parts is what the gather makes.
+
+    Args:
+        eqn: the gather as it is written.
+        shards: the device's shards of the array and of the indices.
+        axes: mesh axes that split the dims of the array from which one position per index is taken; () for other dims.
+        sizes: of the slices, on one device.
+    """
+    array, starts = shards
+    numbers, mode = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
+    indexed = numbers.start_index_map
+    starts = starts.astype(jnp.int64 if starts.dtype.itemsize == 8 else jnp.int32)
+    extents = [array.shape[dim] for dim in indexed]
+    pieces = [math.prod(map(jax.lax.axis_size, axes[dim])) for dim in indexed]
+    shard_of = [jax.lax.axis_index(tuple(axes[dim])) if axes[dim] else 0 for dim in indexed]
+
+    def positions(numbers: Sequence[Any]) -> jax.Array:
+        return jnp.stack([jnp.asarray(number, starts.dtype) for number in numbers])
+
+    last = positions([size * count - sizes[dim] for dim, size, count in zip(indexed, extents, pieces, strict=True)])
+    fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
+    if mode == jax.lax.GatherScatterMode.CLIP:
+        starts = jnp.clip(starts, 0, last)
+    first = positions([size * shard for size, shard in zip(extents, shard_of, strict=True)])
+    is_here = ((starts >= first) & (starts < first + positions(extents)) & (starts <= last)).all(axis=-1)
+    if fills:  # the devices with the first shard fill what is out of bounds
+        is_here |= ((starts < 0) | (starts > last)).any(axis=-1) & (first == 0).all()
+    params = {
+        "slice_sizes": tuple(sizes),
+        "mode": jax.lax.GatherScatterMode.FILL_OR_DROP,
+        "fill_value": eqn.params.get("fill_value") if fills else 0,
+    }
+    rows = eqn.primitive.bind(array, starts - first, **eqn.primitive.get_bind_params({**eqn.params, **params}))
+    return jnp.where(jnp.expand_dims(is_here, numbers.offset_dims), rows, jnp.zeros((), rows.dtype))

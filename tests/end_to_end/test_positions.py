@@ -1,0 +1,98 @@
+"""Rows looked up and written at computed positions along split dims: right numbers, and nothing gathered for them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, normal
+from executed import mismatches, operations_of
+from jax import ShapeDtypeStruct
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from oracles import mesh_of
+
+from autoshard import plan
+from autoshard.lower import lookups, xla_faults
+
+TABLE, ROWS = normal(8, 4, 4), normal(3, 4, 4, seed=1)
+OUTSIDE = np.array([-3, 8, 5], np.int8)  # two of three
+
+
+def looked_up(mode: str):
+    """One row, several, and single numbers, of which one dim is indexed beside the first."""
+
+    def get(x, i):
+        read = {"mode": mode, "wrap_negative_indices": False}
+        return (
+            x.at[i[:1]].get(**read),
+            x.at[i].get(**read),
+            x.at[i[1:2], :, i[2:]].get(**read),
+            x.at[i, 1:3].get(**read),
+        )
+
+    return Case(mode, "", get, (TABLE, OUTSIDE))
+
+
+def written(mode: str):
+    """One row, a number of each column, and a single number; several rows beside them."""
+
+    def put(x, i, rows):
+        how = {"mode": mode if mode != "fill" else "drop", "wrap_negative_indices": False}
+        one = x.at[i[0]].set(rows[0], **how)
+        two = one.at[i[1], :, i[2]].add(rows[1, 0], **how)
+        three = two.at[i[0], 2, i[2]].max(rows[2, 0, 0], **how).at[i[2:]].multiply(rows[2:], **how)
+        return three.at[i[:2]].min(rows[:2], **how)
+
+    return Case(mode, "", put, (TABLE, OUTSIDE, ROWS))
+
+
+CASES = [make(mode) for make in (looked_up, written) for mode in ("clip", "fill")]
+
+
+def wrong(case: Case) -> list:
+    """What any strategy of any of its operations computes otherwise than one device."""
+    found = [pair for one in operations_of(case).values() for pair in mismatches(one, mesh_of({"x": 4, "y": 2}))]
+    assert found
+    return [pair for pair in found if pair[1]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.fn.__name__}, {case.name}")
+def test_every_strategy_is_right(case):
+    assert not wrong(case)
+
+
+def test_a_lookup_in_the_wrong_shard_is_caught(monkeypatch):
+    monkeypatch.setattr(lookups.jax.lax, "axis_index", lambda axes: 0)
+    assert wrong(looked_up("clip"))
+
+
+def test_an_idle_update_that_counts_is_caught(monkeypatch):
+    monkeypatch.setattr(xla_faults.jnp, "full_like", lambda array, _: jnp.zeros_like(array))
+    assert wrong(written("clip"))
+
+
+STEPS = {
+    "one row is written": lambda x, i, row: x.at[i[0]].set(row),
+    "one row is added to": lambda x, i, row: x.at[i[:1]].add(row),
+    "one number is written": lambda x, i, row: x.at[i[0], i[1]].set(row[0]),
+    "one row is looked up": lambda x, i, row: x[i[:1]] * row,
+    "two rows are looked up": lambda x, i, row: x[i] * row,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("machine", [None, "v5e:2x4", "h100:8"])
+def test_nothing_is_gathered(machine, name):
+    """XLA for TPU and GPU makes slices of single rows, for which it gathers the whole array."""
+    if machine is not None:
+        pytest.importorskip("libtpu" if machine.startswith("v5e") else "jax_plugins.xla_cuda13")
+    mesh = mesh_of({"x": 8}) if machine is None else AbstractMesh((8,), ("x",))
+    arrays = (
+        ShapeDtypeStruct((64, 4096), jnp.float32),
+        ShapeDtypeStruct((2,), jnp.int32),
+        ShapeDtypeStruct((4096,), jnp.float32),
+    )
+    made = plan(STEPS[name], *arrays, mesh=mesh, topology=machine, fixed={"x": P("x")})
+    found = made.verify(target=machine) if machine else made.verify()
+    assert found.collectives_agree, str(found)
+    assert not any(kind == "all_gather" and count > 2**18 for (kind, _), count in found.actual.items()), str(found)
+    assert found.actual_peak < 64 * 4096 * 4
