@@ -371,12 +371,11 @@ def _solved_in_reserve(
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
-    until = options.timed().ends
+    options = options.timed()
     if len(program.equations) > LARGE_PROGRAM:
         begin_loading_compiled()
-    formulation = formulated(program, rules, options, until=formulating_ends(until))
-    searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
-    solution = solved(program, formulation, options, max(until, searched_until))
+    formulation = formulated(program, rules, options, until=formulating_ends(options.ends))
+    solution = solved(program, formulation, options, searching_ends(options))
     comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:
@@ -389,6 +388,11 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
         return lowered(program, plan_of(solution), jit_keywords)
 
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
+
+
+def searching_ends(options: Options) -> float:
+    """When the search for a plan ends that starts now, as `time.monotonic` has it."""
+    return max(options.ends, time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit)
 
 
 def solved(program: Program, formulation: Formulation, options: Options, until: float = math.inf) -> Solution:
