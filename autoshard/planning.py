@@ -57,7 +57,6 @@ from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
 OVERLAP_SHARE = 0.4  # of the work in a time limit: what limiting the overlap may take, after the search
-LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
 def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
@@ -375,7 +374,7 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     if len(program.equations) > LARGE_PROGRAM:
         begin_loading_compiled()
     formulation = formulated(program, rules, options, until=formulating_ends(options.ends))
-    solution = solved(program, formulation, options, searching_ends(options))
+    solution = solved(program, formulation, options, options.search_ends)
     comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:
@@ -388,11 +387,6 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
         return lowered(program, plan_of(solution), jit_keywords)
 
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
-
-
-def searching_ends(options: Options) -> float:
-    """When the search for a plan ends that starts now, as `time.monotonic` has it."""
-    return max(options.ends, time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit)
 
 
 def solved(program: Program, formulation: Formulation, options: Options, until: float = math.inf) -> Solution:

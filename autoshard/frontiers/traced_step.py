@@ -17,7 +17,7 @@ from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.model.formulation import Formulation
 from autoshard.model.pricing.late import formulating_ends
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
-from autoshard.planning import checked_rules, comparison_of, described, formulated, lowered, searching_ends, solved
+from autoshard.planning import checked_rules, comparison_of, described, formulated, lowered, solved
 from autoshard.program import Program
 from autoshard.replanning.planner import Planner
 from autoshard.solver.problem import Solution
@@ -121,7 +121,7 @@ class TracedStep:
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
         stops = None if enough is None else lambda: enough
         options = replace(self.options, memory=memory, enough=stops)
-        return solved(self.program, limited, options, searching_ends(options))
+        return solved(self.program, limited, options, options.search_ends)
 
     def least_memory(self) -> float | None:
         """The smallest limit under which a solution was found, in bytes per device; None: there was no time for one."""
