@@ -158,7 +158,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
         """The meshes in order, and the function on the first of them.
 
         A mesh whose bound is above the second best found so far is left. The time limit is that of all meshes together:
-        each gets half of what is left of it, and once it has ended no other is planned, unless no plan is known.
+        until a plan is known, each gets half of what is left of it, and once it has ended no other is planned.
 
         Raises:
             AutoshardError: there is no plan on any mesh.
@@ -182,7 +182,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 if until is None:
                     shared = self._traced_for_all(self._on(options), args, kwargs)
                     until = time.monotonic() + limit
-                step = self._on(replace(options, until=half_of_time(until)))
+                step = self._on(replace(options, until=until if found else half_of_time(until)))
                 if shared is not None:
                     vars(step)["_traced"] = functools.partial(_already_traced, shared)
                 made = step.plan(*args, **kwargs)
