@@ -162,7 +162,7 @@ def autoshard(
             its proven gap. The search has a quarter of it at least, however long it took to formulate the step. If
             that takes more than 60% of it, only shardings in which all mesh axes split one dim are compared. The limit
             is for all microbatches and recomputation that are tried together; on a mesh of several processes for each
-            of these. With ``mesh="auto"`` it is for each mesh.
+            of these. With ``mesh="auto"`` it is for all meshes.
         cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
             machine and options, by this or another process. What is not readable there is ignored with a warning.
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the

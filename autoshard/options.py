@@ -33,6 +33,8 @@ JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:([kmgt])(i?))?b?\s*", re.IGNORECASE)
 
+LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
+
 
 @dataclass(frozen=True)
 class Options:
@@ -73,6 +75,11 @@ class Options:
     def ends(self) -> float:
         """When planning ends, as `time.monotonic` has it; infinite if that is not said."""
         return math.inf if self.until is None else self.until
+
+    @property
+    def search_ends(self) -> float:
+        """When a search ends that begins now, as `time.monotonic` has it."""
+        return max(self.ends, time.monotonic() + LEAST_SEARCH_SHARE * self.time_limit)
 
     @property
     def untried(self) -> tuple[str, ...]:
@@ -325,3 +332,9 @@ def bytes_of(size: str | float) -> float:
     if isinstance(size, str) or not is_number(size) or not 0 <= size < math.inf:
         raise ArgumentError(f"memory={size!r} is not a size; write bytes as a number, or as '14GiB' or '800MB'")
     return float(size)
+
+
+def half_of_time(until: float) -> float:
+    """When half of the time is up that is left until then: what one plan may take of which several are to be made."""
+    now = time.monotonic()
+    return now + max(0.0, until - now) / 2

@@ -57,7 +57,6 @@ from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
 OVERLAP_SHARE = 0.4  # of the work in a time limit: what limiting the overlap may take, after the search
-LEAST_SEARCH_SHARE = 0.25  # of the time limit: what the search has at least, however long formulating has taken
 
 
 def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
@@ -371,12 +370,11 @@ def _solved_in_reserve(
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
     """The stages from a traced program to its plan; where several are compiled, the best of them."""
-    until = options.timed().ends
+    options = options.timed()
     if len(program.equations) > LARGE_PROGRAM:
         begin_loading_compiled()
-    formulation = formulated(program, rules, options, until=formulating_ends(until))
-    searched_until = time.monotonic() + LEAST_SEARCH_SHARE * options.time_limit
-    solution = solved(program, formulation, options, max(until, searched_until))
+    formulation = formulated(program, rules, options, until=formulating_ends(options.ends))
+    solution = solved(program, formulation, options, options.search_ends)
     comparison = comparison_of(program, rules, options)
 
     def plan_of(solution: Solution) -> Plan:

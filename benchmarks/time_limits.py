@@ -57,9 +57,9 @@ def asked(late: Late, ask: str, limit: float) -> str:
     if ask == "largest_batch":
         return f"{autoshard.largest_batch(late.step, *late.args, **keywords).rows} rows"
     if ask == "fewest_devices":
-        mesh, topology = keywords.pop("mesh"), keywords.pop("topology")
-        found = autoshard.fewest_devices(late.step, *late.args, mesh=mesh, topology=topology, **keywords)
-        return f"{found}".splitlines()[0]
+        del keywords["mesh"], keywords["topology"]
+        found = autoshard.fewest_devices(late.step, *late.args, chip="v5e", most=64, **keywords)
+        return f"{found.mesh.size} devices"
     return f"{len(autoshard.frontier(late.step, *late.args, points=4, **keywords).plans)} plans"
 
 
@@ -75,6 +75,8 @@ def row(name: str, ask: str, limit: float) -> bool:
             detail = asked(STEPS[name], ask, limit)
         except autoshard.MemoryLimitError as error:
             detail = f"MemoryLimitError {str(error).splitlines()[0][:90]}"
+        except autoshard.ArgumentError as error:  # it has no batch that can be of another size
+            detail = f"refused: {str(error).splitlines()[0][:120]}"
         except autoshard.AutoshardError as error:
             good, detail = False, f"{type(error).__name__} {str(error)[:150]}"
         except BaseException as error:

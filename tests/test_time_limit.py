@@ -1,5 +1,6 @@
 """The time limit is for all of planning: what formulates the step, every search for its plan, all rounds of each."""
 
+import itertools
 import math
 import time
 from dataclasses import replace
@@ -12,8 +13,11 @@ import pytest
 from oracles import mesh_of, slow_chips
 
 import autoshard
+from autoshard import decorated, planning
 from autoshard import options as user_options
-from autoshard import planning
+from autoshard.frontiers import batches, devices
+from autoshard.frontiers import search as frontier_search
+from autoshard.meshes import mesh_function
 from autoshard.model.option_sets import growing
 from autoshard.model.pricing import late, price_lists, resharding_steps
 from autoshard.model.pricing.prices import Prices
@@ -23,6 +27,7 @@ from autoshard.propagation import rules_for
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.clock import Clock
 from autoshard.solver.settings import PROVEN
+from autoshard.stage_planning import staged_function
 from autoshard.variants import choosing
 
 LIMIT = 40.0
@@ -268,3 +273,73 @@ def test_readings_of_a_fused_chain_are_listed_once():
             ]
             assert list(readings) == expected
         assert group.reading is group.reading
+
+
+@pytest.fixture
+def late_mesh(monkeypatch):
+    """A clock of the choice of meshes, which each plan puts forward by so many seconds."""
+    moved, planned = SimpleNamespace(by=0.0, each=0.0), decorated.planned
+    for module in (mesh_function, user_options):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 100.0 + moved.by))
+
+    def slow(*args, **keywords):
+        moved.by += moved.each
+        return planned(*args, **keywords)
+
+    monkeypatch.setattr(decorated, "planned", slow)
+    return moved
+
+
+@pytest.mark.parametrize("each, fewest, most", [(0.0, 3, 9), (9.0, 1, 2), (50.0, 1, 1)])
+def test_it_is_for_all_meshes_together(late_mesh, each, fewest, most):
+    late_mesh.each = each
+    plan = autoshard.plan(step, WEIGHTS, BATCH, mesh="auto", topology="v5e:2x4", time_limit=10)
+    late = [warning for warning in plan.warnings if "the time limit ended before" in warning]
+    assert fewest <= len(plan.meshes) <= most and bool(late) == (each > 0)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_it_is_for_all_sizes_of_the_batch_together(monkeypatch, is_late):
+    clock = itertools.count(step=6.0 if is_late else 0.0)
+    for module in (batches, user_options):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    how = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x"), "memory": "16KiB", "donate_argnums": 0}
+    found = autoshard.largest_batch(step, WEIGHTS, BATCH, time_limit=10, **how)
+    assert (found.undecided is not None) == is_late
+    assert found.rows == 8 if is_late else found.rows > 8
+
+
+def test_it_is_for_all_points_of_a_frontier_together(monkeypatch):
+    clock = itertools.count(step=6.0)
+    monkeypatch.setattr(frontier_search, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    how = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x"), "donate_argnums": 0}
+    assert len(autoshard.frontier(step, WEIGHTS, BATCH, time_limit=10, **how).plans) == 1
+
+
+def test_fewest_devices_says_what_was_not_tried(monkeypatch):
+    clock = itertools.count(step=6.0)
+    for module in (devices, user_options):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    found = autoshard.fewest_devices(step, WEIGHTS, BATCH, chip="v5e", most=8, time_limit=10, donate_argnums=0)
+    assert found.mesh.size == 8 and "time limit ended before fewer than 8 devices" in found.warnings[-1]
+
+
+def test_stages_are_sought_within_it(monkeypatch):
+    """The clock of stages has passed the limit before the first unit is planned: the plan without stages is taken."""
+    asked, choose = [], staged_function.choose_pipeline
+
+    def late(*args, until):
+        asked.append(until - time.monotonic())
+        return choose(*args, until=-math.inf)
+
+    monkeypatch.setattr(staged_function, "choose_pipeline", late)
+    two = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x"), "pipeline": "auto", "donate_argnums": 0}
+    plan = autoshard.plan(step_of_two_layers, (WEIGHTS[:, :8], WEIGHTS[:, :8]), BATCH, time_limit=LIMIT, **two)
+    assert 0.25 * LIMIT - 1 < asked[0] <= LIMIT and "pipeline='auto'" in plan.warnings[-1]
+
+
+def step_of_two_layers(weights, batch):
+    def loss(weights):
+        return jnp.mean((jnp.tanh(batch @ weights[0]) @ weights[1]) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
-from autoshard.options import is_whole_number
+from autoshard.options import half_of_time, is_whole_number
+from autoshard.program import Program
 from autoshard.program.flattening import flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.report.units import bytes_text
@@ -31,8 +33,8 @@ class LargestBatch:
         rows: of the whole batch, over all devices.
         plan: of the step on so many rows.
         refused: the fewest rows that were tried and do not fit; None where none was refused.
-        undecided: the fewest rows that were tried and of which it was not found in time whether they fit; None where
-            that is known of all.
+        undecided: the fewest rows that were tried, or to be tried next, and of which it was not found in time whether
+            they fit; None where that is known of all.
     """
 
     rows: int
@@ -80,7 +82,7 @@ def largest_batch(
         kwargs: keyword arguments of `fn`, whose batch is resized, too.
         **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `remat`, `tactics`,
             `search` and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the
-            machine's; `time_limit` is that of each plan.
+            machine's; `time_limit` is that of all plans together, the first of which is made in any case.
 
     Raises:
         MemoryLimitError: not even `multiple` rows fit.
@@ -95,11 +97,15 @@ def largest_batch(
     devices = math.prod(given.options.mesh.shape.values())
     step = multiple if multiple is not None else math.lcm(devices, given.options.microbatches or 1)
     _check_rows(step, most)
+    until = given.options.timed().ends
 
     def plan(count: int) -> Plan | MemoryLimitError | SolverError:
         """The plan on so many multiples, or why there is none."""
         args, kwargs = join(static, batch.resized(count * step))
-        sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options)
+        try:
+            sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options).timed(half_of_time(until))
+        except (TypeError, ValueError) as error:  # JAX's, for shapes that do not go together
+            raise batch.refusal(given.program, count * step, error) from error
         try:
             return sized.within(sized.options.memory).plan
         except (MemoryLimitError, SolverError) as error:
@@ -112,6 +118,9 @@ def largest_batch(
     failed: dict[int, MemoryLimitError | SolverError] = {}
     while fits < (end := min(failed, default=limit + 1)) - 1:
         tried = (fits + end) // 2 if failed else min(2 * fits, limit)
+        if time.monotonic() > until:
+            failed[tried] = SolverError(f"the time limit ended before {tried * step} rows were tried")
+            break
         found = plan(tried)
         if isinstance(found, Plan):
             fits, best = tried, found
@@ -161,6 +170,16 @@ class _Batch:
                 "Pass the batch as arrays with its rows along the first dim."
             )
         return cls(leaves, tree, {arrays[i]: dim for i, dim in batch.items() if dim is not None})
+
+    def refusal(self, program: Program, rows: int, error: Exception) -> ArgumentError:
+        """The error that the step cannot be traced with so many rows."""
+        shapes = [f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in map(self.leaves.__getitem__, self.dims)]
+        said = str(error).splitlines()
+        return ArgumentError(
+            f"{program.name}: with {rows} rows of the batch it cannot be traced: {said[0] if said else error!r}\n"
+            f"Its batch is taken to be {', '.join(shapes)}: what no result replaces. Return the new state where the "
+            "step takes the state, and donate it (donate_argnums=0); and write the step for any number of rows."
+        )
 
     def resized(self, rows: int) -> Arguments:
         """The arguments with so many rows of the batch, as types."""

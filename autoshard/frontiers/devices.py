@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import AbstractMesh
@@ -12,7 +14,7 @@ from jax.sharding import AbstractMesh
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.chips import CHIPS
-from autoshard.options import is_whole_number
+from autoshard.options import half_of_time, is_whole_number
 from autoshard.user_plan import Plan
 
 _HOST = 8  # devices of one host, of chips that no torus joins
@@ -45,7 +47,8 @@ def fewest_devices(
         kwargs: keyword arguments of `fn`.
         **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `remat`, `tactics`,
             `search` and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the
-            chip's; `time_limit` is that of each plan.
+            chip's; `time_limit` is that of all plans together: when it ends, the fewest devices known are returned, and
+            a warning says so.
 
     Raises:
         MemoryLimitError: the step does not fit on `most` devices either.
@@ -60,6 +63,8 @@ def fewest_devices(
     if not is_whole_number(most) or most < 1:
         raise ArgumentError(f"most={most!r}; a number of devices is needed, 1 or more")
 
+    until: float | None = None  # it begins once the step is traced
+
     def fitting(power: int) -> Iterator[Plan]:
         """The plans on so many devices that fit.
 
@@ -67,11 +72,16 @@ def fewest_devices(
             MemoryLimitError: there is none.
             SolverError: none was found in time.
         """
+        nonlocal until
         refused: MemoryLimitError | None = None
         late: SolverError | None = None
         found = False
         for mesh in _meshes(2**power, axes):
+            if found and until is not None and time.monotonic() > until:
+                return
             step = TracedVariants.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
+            until = step.options.timed().ends if until is None else until
+            step = step.timed(half_of_time(until))
             try:
                 plan = step.within(step.options.memory).plan
             except MemoryLimitError as error:
@@ -95,9 +105,12 @@ def fewest_devices(
         except (MemoryLimitError, SolverError) as error:
             return error
 
+    def is_late() -> bool:
+        return until is not None and time.monotonic() > until
+
     low, high = 0, max(others)
     best = first(high)
-    while low < high and isinstance(best, Plan):
+    while low < high and isinstance(best, Plan) and not is_late():
         middle = (low + high) // 2
         if isinstance(found := first(middle), Plan):
             high, best = middle, found
@@ -105,7 +118,12 @@ def fewest_devices(
             low = middle + 1
     if not isinstance(best, Plan):
         raise best
-    return min((best, *others[high]), key=lambda plan: plan.cost)
+    best = min((best, *others[high]), key=lambda plan: plan.cost)
+    if low == high and not is_late():
+        return best
+    untried = "other meshes of them" if low == high else f"fewer than {2**high} devices"
+    remark = f"fewest_devices: the time limit ended before {untried} were tried."
+    return replace(best, warnings=(*best.warnings, remark))
 
 
 def _meshes(devices: int, axes: Sequence[str]) -> Iterator[AbstractMesh]:

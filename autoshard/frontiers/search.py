@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,8 @@ def frontier(
         raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
     step = TracedVariants.of(fn, args, kwargs or {}, mesh, topology, options)
     searches = points + _FURTHER
-    step = step.limited(step.options.time_limit / searches)
+    limit = step.options.time_limit
+    step = step.timed(time.monotonic() + limit, limit / searches)
     search = _Search(step)
     search.find(points, searches)
     return Frontier(step.as_written.program.name, search.plans(), step.usable, is_free=not step.options.is_memory_given)
@@ -99,23 +101,30 @@ class _Search:
 
     def find(self, points: int, searches: int) -> None:
         """Looks for so many plans in no more searches."""
-        least = self.step.least_memory()
         self.solve(self.step.ample_memory)
-        if least is not None and least < self.step.ample_memory:
+        least = None if self.is_late else self.step.least_memory()
+        if least is not None and least < self.step.ample_memory and not self.is_late:
             self.solve(least)
         done = _ENDS
-        while done < searches - points and self.solve(_LESS * self.front()[-1].peak / self.step.usable):
+        while done < searches - points and not self.is_late:
+            if not self.solve(_LESS * self.front()[-1].peak / self.step.usable):
+                break
             done += 1  # what was said to be the least is what some lean choices hold
         closed = set[tuple[int, int]]()
         for _ in range(searches - done):
             peaks = [point.peak for point in self.front()]
             gaps = [gap for gap in itertools.pairwise(peaks) if gap not in closed and gap[0] > _CLOSE_PEAKS * gap[1]]
-            if len(peaks) >= points or not gaps:
+            if len(peaks) >= points or not gaps or self.is_late:
                 return
             high, low = max(gaps, key=lambda gap: gap[0] / gap[1])
             self.solve(math.sqrt(high) * math.sqrt(low) / self.step.usable)
             if [point.peak for point in self.front() if low < point.peak < high] == []:
                 closed.add((high, low))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed, and the plans that are known have to do."""
+        return time.monotonic() > self.step.options.ends
 
     def solve(self, memory: float) -> bool:
         """The best solution under a limit joins what is known, unless it is known; whether there is one."""

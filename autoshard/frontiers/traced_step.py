@@ -15,6 +15,7 @@ from autoshard.api import autoshard
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.model.formulation import Formulation
+from autoshard.model.pricing.late import formulating_ends
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, comparison_of, described, formulated, lowered, solved
 from autoshard.program import Program
@@ -89,7 +90,9 @@ class TracedStep:
     @cached_property
     def formulation(self) -> Formulation:
         """The problem, whatever its limit."""
-        return formulated(self.program, checked_rules(self.program, dict(self.options.mesh.shape)), self.options)
+        options = self.options
+        rules = checked_rules(self.program, dict(options.mesh.shape))
+        return formulated(self.program, rules, options, until=formulating_ends(options.ends))
 
     @property
     def usable(self) -> float:
@@ -117,7 +120,8 @@ class TracedStep:
         """
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
         stops = None if enough is None else lambda: enough
-        return solved(self.program, limited, replace(self.options, memory=memory, enough=stops))
+        options = replace(self.options, memory=memory, enough=stops)
+        return solved(self.program, limited, options, options.search_ends)
 
     def least_memory(self) -> float | None:
         """The smallest limit under which a solution was found, in bytes per device; None: there was no time for one."""

@@ -66,9 +66,16 @@ class TracedVariants:
         """The share of a limit that plans are predicted to fill at most."""
         return self.as_written.usable
 
-    def limited(self, time_limit: float) -> TracedVariants:
-        """The same with so many seconds for each limit."""
-        return replace(self, as_written=replace(self.as_written, options=replace(self.options, time_limit=time_limit)))
+    def timed(self, until: float, time_limit: float | None = None) -> TracedVariants:
+        """The same within a time.
+
+        Args:
+            until: when all planning ends, as `time.monotonic` has it.
+            time_limit: seconds for each limit; None: as the options say.
+        """
+        limit = self.options.time_limit if time_limit is None else time_limit
+        options = replace(self.options, time_limit=limit, until=until)
+        return replace(self, as_written=replace(self.as_written, options=options))
 
     @property
     def ample_memory(self) -> float:

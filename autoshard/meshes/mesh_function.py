@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError
 from autoshard.layout import MeshShape
-from autoshard.options import Options
+from autoshard.options import Options, half_of_time
 from autoshard.processes import Group
 from autoshard.processes.agreement import mesh_of_all
 from autoshard.program import Program
@@ -24,6 +25,7 @@ from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
 _OF_MESHES = ("mesh_cast", "reshard", "shard_map", "sharding_constraint")  # primitives that may name a mesh
+LATER_SHARE = 0.5  # of the time limit, after it: while no mesh is known on which the step fits, others are planned
 RANKED = 2  # of the ranking's first meshes, none is left out because another is faster
 
 
@@ -47,24 +49,25 @@ class Ranking:
 
     planned: tuple[PlannedMesh, ...]
     slower: int = 0  # how many are proven to be slower than the first two
+    untried: int = 0  # how many were not planned before the time limit ended
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What a plan says of the meshes that are not in its table."""
-        if not self.slower:
-            return ()
-        slow = f"{self.slower} other meshes are proven to be slower than the first two"
-        return (f"mesh='auto': {slow}, and were not planned to the end.",)
+        slow = f"{self.slower} other meshes are proven to be slower than the first two, and were not planned to the end"
+        late = f"the time limit ended before {self.untried} other meshes were planned"
+        said = [text for count, text in ((self.slower, slow), (self.untried, late)) if count]
+        return tuple(f"mesh='auto': {text}." for text in said)
 
     def dumps(self) -> str:
         """The ranking as JSON, for other processes."""
         planned = [[dict(one.shape), one.seconds, one.peak_bytes] for one in self.planned]
-        return json.dumps([planned, self.slower])
+        return json.dumps([planned, self.slower, self.untried])
 
     @classmethod
     def loads(cls, text: str) -> Ranking:
-        planned, slower = json.loads(text)
-        return cls(tuple(PlannedMesh(*one) for one in planned), slower)
+        planned, slower, untried = json.loads(text)
+        return cls(tuple(PlannedMesh(*one) for one in planned), slower, untried)
 
 
 class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
@@ -154,23 +157,32 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
     def _ranked(self, args: Any, kwargs: Any) -> tuple[Ranking, ShardedFunction[..., Any]]:
         """The meshes in order, and the function on the first of them.
 
-        A mesh whose bound is above the second best found so far is left.
+        A mesh whose bound is above the second best found so far is left. The time limit is that of all meshes together:
+        until a plan is known, each gets half of what is left of it, and once it has ended no other is planned.
 
         Raises:
             AutoshardError: there is no plan on any mesh.
         """
         found: list[tuple[PlannedMesh, ShardedFunction[..., Any]]] = []
         errors: list[AutoshardError] = []
-        slower = 0
+        slower = untried = 0
         shared: StepVariants | None = None
+        limit = self._options_of_meshes[0].time_limit
+        until: float | None = None  # it begins once the step is traced
 
         def enough() -> float:
             return found[RANKED - 1][0].seconds if len(found) >= RANKED else math.inf
 
-        for options in self._options_of_meshes:
-            step = self._on(replace(options, enough=enough, refine=1, is_memory_given=False, is_alone=True))
+        for number, options in enumerate(self._options_of_meshes):
+            if until is not None and time.monotonic() > until + (0.0 if found else LATER_SHARE * limit):
+                untried = len(self._options_of_meshes) - number
+                break
+            options = replace(options, enough=enough, refine=1, is_memory_given=False, is_alone=True)
             try:
-                shared = shared or self._traced_for_all(step, args, kwargs)
+                if until is None:
+                    shared = self._traced_for_all(self._on(options), args, kwargs)
+                    until = time.monotonic() + limit
+                step = self._on(replace(options, until=until if found else half_of_time(until)))
                 if shared is not None:
                     vars(step)["_traced"] = functools.partial(_already_traced, shared)
                 made = step.plan(*args, **kwargs)
@@ -191,7 +203,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
             found = sorted([*found, (one, step)], key=lambda pair: pair[0].place)
         if not found:
             raise min(errors, key=lambda error: error.needed if isinstance(error, MemoryLimitError) else math.inf)
-        ranking = Ranking(tuple(one for one, _ in found), slower)
+        ranking = Ranking(tuple(one for one, _ in found), slower, untried)
         best, options = found[0][1], self._options_for(found[0][0].shape)
         fastest = self._on(options)
         if options.refine == 1:

@@ -27,13 +27,13 @@ from autoshard.report.explanation import Explanation
 from autoshard.report.units import bytes_text
 from autoshard.specs import fixed_layouts
 from autoshard.stage_planning.planned_stage import stage_memory
-from autoshard.stages.planning import PLANNING_ORDER, StagePlanner
+from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import LOOP, Key, StageProgram
 from autoshard.stages.reading.stages_planner import StagesPlanner
 from autoshard.stages.requests import PipelineRequest
-from autoshard.stages.saved import content_of, restored_plan
+from autoshard.stages.saved import content_of, restored_plans
 from autoshard.stages.sub_meshes import stage_axis
-from autoshard.stages.traced import program_of
+from autoshard.stages.traced import PLANNING_ORDER
 from autoshard.user_plan import Plan
 
 ONE_JIT = "one_jit"  # the field of a file that other plans do not have
@@ -118,15 +118,14 @@ class StagesOnMesh:
         Raises:
             PlanError: the plans are those of other programs.
         """
-        programs, given = self.stages.programs, self.stages.programs.given(self.program.donated)
+        programs = self.stages.programs
         if len(self.known) != len(programs.programs):
             raise PlanError(
                 f"the plan has {len(self.known)} programs of stages, and {self.program.name} has "
                 f"{len(programs.programs)}.\nPlan the step anew."
             )
-        made = (program_of(one, programs.name, programs.carried, given) for one in programs.programs)
-        pairs = zip(made, self.known, strict=True)
-        return tuple(restored_plan(one, content, self.part, self.jit_keywords, "the plan") for one, content in pairs)
+        meshes = [self.part] * programs.stages
+        return restored_plans(programs, self.program.donated, self.known, meshes, self.jit_keywords, "the plan")
 
     @property
     def by_program(self) -> dict[StageProgram, Plan]:

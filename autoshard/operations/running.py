@@ -44,6 +44,7 @@ class Call:
 
         The first splits nothing. Dims that axes do not divide are not split.
         """
+        known: dict[Any, bool] = {}
         for implementation in (None, *self.operation.implementations):
             roles = () if implementation is None else tuple(implementation.splits)
             taken = set() if implementation is None else set(itertools.chain(*implementation.splits.values()))
@@ -56,11 +57,15 @@ class Call:
                     if role is not None:
                         found[role] = (*found.get(role, ()), axis)
                 run = Run("" if implementation is None else implementation.name, tuple(found.items()))
-                if self.can_run(run, mesh):
+                if self.can_run(run, mesh, known):
                     yield run
 
-    def can_run(self, run: Run, mesh: MeshShape) -> bool:
-        """Whether the axes divide what they split, and the implementation takes such a call."""
+    def can_run(self, run: Run, mesh: MeshShape, known: dict[Any, bool] | None = None) -> bool:
+        """Whether the axes divide what they split, and the implementation takes such a call.
+
+        Args:
+            known: dims of a tensor and the axes that split each -> whether it can lie so. This call adds to it.
+        """
         names = {one.name: one for one in self.operation.implementations}
         if run.name and run.name not in names:
             return False
@@ -72,10 +77,14 @@ class Call:
         assigned = self.assignment(run, mesh)
         if any(self.rule.sizes[factor] % shards(axes, mesh) for factor, axes in assigned.items()):
             return False
-        tensors = (*self.rule.operands, *self.rule.results)
-        layouts = [layout_of_factors(dims, assigned, self.rule.sizes, mesh) for dims in tensors]
-        if any(layout is None or not in_mesh_order(layout, mesh) for layout in layouts):
-            return False
+        known = {} if known is None else known
+        for dims in (*self.rule.operands, *self.rule.results):
+            key = dims, tuple(assigned.get(factor) for factor in itertools.chain(*dims))
+            if key not in known:
+                layout = layout_of_factors(dims, assigned, self.rule.sizes, mesh)
+                known[key] = layout is not None and in_mesh_order(layout, mesh)
+            if not known[key]:
+                return False
         where = None if implementation is None else implementation.where
         return where is None or bool(where(self.split(run, mesh), **dict(self.static)))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from autoshard.errors import StageError
 from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
+from autoshard.model.pricing.late import FormulatingLate
 from autoshard.model.xla.backends import Backend
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
@@ -27,6 +29,7 @@ from autoshard.stage_search import (
     PipelineChoice,
     SearchMemory,
     SearchSettings,
+    SimulatedChoice,
     StageSearchResult,
     StageSpace,
     search_stages,
@@ -37,6 +40,8 @@ from autoshard.stages.cutting import CuttableStep, cut
 PLANNED_EXACTLY = 2  # of the choices of the search: planned stage by stage until so many fit
 SEARCHES = 4  # at most, each on tables with more planned costs than the one before
 TIGHTER_SEARCHES = 2  # at most, once no choice fits whose stages were planned
+# Of the time limit: when the last units are planned, and of the rest, when the search of stages ends.
+UNITS_SHARE, SEARCH_SHARE = 0.5, 0.3
 ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that are so near are not searched again
 
 
@@ -120,6 +125,7 @@ def choose_pipeline(
     least_stages: int = 2,
     shapes: Sequence[SubMeshShape] = (),
     settings: SearchSettings | None = None,
+    until: float = math.inf,
 ) -> ChosenPipeline | None:
     """The pipeline of the fewest predicted seconds that was found, with every stage planned; None if none fits.
 
@@ -129,6 +135,7 @@ def choose_pipeline(
         least_task_seconds: that dispatching a task takes.
         least_stages: a pipeline of fewer stages does not count.
         shapes: of sub-meshes to choose from; by default all.
+        until: when planning ends, as `time.monotonic` has it: the best pipeline known is taken then, if there is one.
 
     Raises:
         MicrobatchError: the step cannot run in microbatches, with the line.
@@ -150,27 +157,35 @@ def choose_pipeline(
         schedules,
         shapes=shapes,
         least_stages=least_stages,
+        until=_part_of_time(until, UNITS_SHARE),
         **more,
     )
     found = planned_space(request)
     if found is None:
         return None
-    settings = settings or SearchSettings()
+    settings = replace(settings or SearchSettings(), until=_part_of_time(until, SEARCH_SHARE))
     found, result = search_planned(found, settings)
-    tried = _planned_exactly(result, found, steps, machine)
+    excess = _Excess()
+    tried = _planned_exactly(result, found, steps, machine, excess, until)
     for _ in range(TIGHTER_SEARCHES):
         over = tried.most_over
-        if tried.best is not None or over == 1.0:
+        if tried.best is not None or over == 1.0 or time.monotonic() > until:
             break
         # By the tables all of these fit. Those that hold less by as much as these hold more are left.
         again = search_stages(with_less_room(found.space, over), settings)
-        tried = _planned_exactly(again, found, steps, machine, tried.refusal)
+        tried = _planned_exactly(again, found, steps, machine, excess, until, tried.refusal)
     if tried.best is None:
         if tried.refusal is not None:
             raise tried.refusal
         return None
     names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
     return ChosenPipeline(tried.best, found.shapes, names, result, tried.tabled_seconds)
+
+
+def _part_of_time(until: float, share: float) -> float:
+    """When a share of the time is up that is left until then."""
+    now = time.monotonic()
+    return until if math.isinf(until) else now + share * (until - now)
 
 
 @dataclass(frozen=True)
@@ -183,11 +198,47 @@ class _Outcome:
     most_over: float  # times what the tables say, at most, is held by devices that hold too much
 
 
+@dataclass(frozen=True)
+class _Excess:
+    """Of choices whose planned stages hold too much: how many times what the tables say they hold, at least.
+
+    Choices of one number of microbatches on the same sub-meshes are alike in that, however they are cut: one that would
+    hold too much even with the least of these factors is not planned.
+    """
+
+    least: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def add(self, said: SimulatedChoice, planned: SimulatedChoice) -> float:
+        """That of a choice that does not fit, by the tables and as its stages were planned."""
+        pairs = zip(planned.peak_bytes, said.peak_bytes, strict=True)
+        over = max([1.0, *(peak / told for peak, told in pairs if told > 0)])
+        key = self._kind(said.choice)
+        self.least[key] = min(over, self.least.get(key, math.inf))
+        return over
+
+    def is_too_large(self, said: SimulatedChoice, choice: PipelineChoice) -> bool:
+        """Whether a choice is expected to hold too much.
+
+        Args:
+            choice: the same on tables that say how much room there is.
+        """
+        times, homes = self.least.get(self._kind(choice), 1.0), said.timeline.schedule.placement
+        rooms = (stage.table.shape.memory_bytes for stage in choice.stages)
+        return any(times * said.peak_bytes[home] > room for home, room in zip(homes, rooms, strict=True))
+
+    @staticmethod
+    def _kind(choice: PipelineChoice) -> tuple[object, ...]:
+        names = {stage.table.shape.name for stage in choice.stages}
+        return choice.microbatches, choice.devices, *sorted(names)
+
+
 def _planned_exactly(
     result: StageSearchResult,
     found: PlannedSpace,
     steps: CuttableSteps,
     machine: Machine,
+    excess: _Excess,
+    until: float,
     refusal: StageError | None = None,
 ) -> _Outcome:
     """The fastest choice of a search, which has them in the order of their seconds, as far as it pays to plan them."""
@@ -195,12 +246,18 @@ def _planned_exactly(
     tabled, fitting, most_over = math.inf, 0, 1.0
     fastest = [result.best] if result.best else []
     for one in (*fastest, *result.others):
+        if fitting == PLANNED_EXACTLY or time.monotonic() > until:
+            break
         # Whole stages take longer than the tables say, of which this one may have less: half of it, say.
-        if fitting == PLANNED_EXACTLY or (best is not None and one.seconds >= (tabled + _seconds(best)) / 2):
+        if best is not None and one.seconds >= (tabled + _seconds(best)) / 2:
             break
         choice = on_tables(one.choice, found.space)
+        if excess.is_too_large(one, choice):
+            continue
         try:
-            exact = exact_pipeline(found.space, choice, steps.cut_at, found.shapes, machine.backend)
+            exact = exact_pipeline(found.space, choice, steps.cut_at, found.shapes, machine.backend, until)
+        except FormulatingLate:
+            break
         except StageError as error:  # it cannot be cut there, and perhaps elsewhere
             refusal = error
             continue
@@ -211,8 +268,7 @@ def _planned_exactly(
             if exact.simulated.seconds < _seconds(best):
                 best, tabled = exact, one.seconds
         else:
-            pairs = zip(exact.simulated.peak_bytes, one.peak_bytes, strict=True)
-            most_over = max([most_over, *(peak / said for peak, said in pairs if said > 0)])
+            most_over = max(most_over, excess.add(one, exact.simulated))
     return _Outcome(best, tabled, refusal, most_over)
 
 
@@ -230,6 +286,8 @@ def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[Plann
     """The best pipeline of a space, once the costs that it rests on are planned for its number of microbatches."""
     memory, first = SearchMemory(), replace(settings, gap_of_programs=1.0, polished=1)  # nothing is proven yet
     for _ in range(SEARCHES - 1):
+        if time.monotonic() > settings.until:
+            break
         best = search_stages(found.space, first, memory).best
         if best is None:
             break

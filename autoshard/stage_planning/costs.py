@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ class SubMeshModel:
     topology: Topology
     backend: Backend
     memory: float  # bytes per device
+    until: float = math.inf  # when planning on it ends, as `time.monotonic` has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +79,14 @@ class StageCost:
 
 
 def formulated_on(program: Program, where: SubMeshModel, fixed: Mapping[int, Layout]) -> Formulation:
-    """The problem of one program of a stage on a sub-mesh; its arguments of these indices lie so."""
+    """The problem of one program of a stage on a sub-mesh; its arguments of these indices lie so.
+
+    Raises:
+        FormulatingLate: planning on the sub-mesh has to end.
+    """
     mesh_shape = dict(where.mesh.shape)
     rules = checked_rules(program, mesh_shape)
-    how: dict[str, Any] = {"memory": where.memory, "fixed": fixed, "backend": where.backend}
+    how: dict[str, Any] = {"memory": where.memory, "fixed": fixed, "backend": where.backend, "until": where.until}
     return formulate(program, rules, mesh_shape, where.topology, **how)
 
 
@@ -116,6 +122,7 @@ def stage_cost(
     work: float = WORK,
     shares: Sequence[float] = TIGHTER,
     or_leanest: bool = False,
+    until: float = math.inf,
 ) -> StageCost | None:
     """The cheapest way to shard a stage that fits with so many microbatches in flight; None if none was found.
 
@@ -126,15 +133,16 @@ def stage_cost(
         work: s of a quiet core that the search may take.
         shares: of the limit, for the problem, until what is found fits with what reshardings hold.
         or_leanest: whether to take what holds about the least, where nothing fits.
+        until: when the clock ends searches, as `time.monotonic` has it.
     """
     least: StageCost | None = None
     for share in (1.0,) if limit is None else shares:
         joint = stage.problem(None if limit is None else limit * share, in_flight)
         try:
-            solution = _solved(joint.problem, gap, work)
+            solution = _solved(joint.problem, gap, work, until)
         except InfeasibleError as error:
             if or_leanest and least is None:
-                least = _leanest(stage, joint, error.needed, gap, work)
+                least = _leanest(stage, joint, error.needed, gap, work, until)
             break
         except SolverError:
             break
@@ -146,17 +154,20 @@ def stage_cost(
     return least if or_leanest else None
 
 
-def _leanest(stage: JointStage, joint: JointProblem, needed: float, gap: float, work: float) -> StageCost | None:
+def _leanest(
+    stage: JointStage, joint: JointProblem, needed: float, gap: float, work: float, until: float
+) -> StageCost | None:
     try:
         leaner = replace(joint.problem, limit=LEANEST * needed, checked=True)
-        solution = _solved(leaner, gap, work)
+        solution = _solved(leaner, gap, work, until)
     except SolverError:
         return None
     return _cost(stage, joint.choices(solution.choice), solution)
 
 
-def _solved(problem: Problem, gap: float, work: float) -> Solution:
-    return solve_for_plan(problem, gap=gap, budget=Budget(work, time.monotonic() + _PATIENCE * work))
+def _solved(problem: Problem, gap: float, work: float, until: float) -> Solution:
+    ends = min(until, time.monotonic() + _PATIENCE * work)
+    return solve_for_plan(problem, gap=gap, budget=Budget(work, ends))
 
 
 def _cost(stage: JointStage, choices: Sequence[Sequence[int]], solution: Solution) -> StageCost:

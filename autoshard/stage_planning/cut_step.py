@@ -16,7 +16,7 @@ from autoshard.stage_planning.costs import StageCost, SubMeshModel, formulated_s
 from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stage_search.tables import Numbers
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.traced import program_of
+from autoshard.stages.traced import form_of, program_of, replaced_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,7 @@ class CutStep:
     fixed: Mapping[int, Layout] = field(default_factory=dict)  # argument -> how it has to lie
     _formulated: dict[Any, JointStage] = field(default_factory=dict, repr=False)
     _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
+    _fingerprints: dict[Any, str] = field(default_factory=dict, repr=False)  # by the forms of programs
 
     def of_stage(self, stage: int) -> list[StageProgram]:
         """The programs of one stage."""
@@ -55,6 +56,9 @@ class CutStep:
         """One stage planned on a sub-mesh; `effort` are further keywords of `stage_cost`.
 
         A stage is formulated once for each kind of sub-mesh.
+
+        Raises:
+            FormulatingLate: planning on the sub-mesh has to end.
         """
         key = stage, tuple(where.mesh.shape.items()), where.topology
         if key not in self._formulated:
@@ -68,7 +72,7 @@ class CutStep:
                 self._fixed,
             )
         limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
-        return stage_cost(self._formulated[key], limit, in_flight, **effort)
+        return stage_cost(self._formulated[key], limit, in_flight, until=where.until, **effort)
 
     @cached_property
     def _fixed(self) -> dict[Key, Layout]:
@@ -91,9 +95,18 @@ class CutStep:
             [(number.setdefault(key, len(number)), key.kind, key in kept) for key in (*one.inputs, *one.outputs)]
             for one in own
         ]
-        prints = tuple((one.kind, program.fingerprint) for one, program in zip(own, self.traced(stage), strict=True))
+        prints = tuple((one.kind, self._fingerprint(stage, n)) for n, one in enumerate(own))
         homes = tuple((self.programs.homes.get(key) == stage, self._fixed.get(key)) for key in number)
         return prints, str(names), homes
+
+    def _fingerprint(self, stage: int, number: int) -> str:
+        """That of a program of a stage. Of programs that are written alike, one is read."""
+        one = self.of_stage(stage)[number]
+        taken, given = replaced_inputs(one, self.programs.carried, self._given)
+        form = form_of(one.jaxpr), tuple(sorted(taken.items())), given
+        if form not in self._fingerprints:
+            self._fingerprints[form] = self.traced(stage)[number].fingerprint
+        return self._fingerprints[form]
 
     def crossing(self) -> tuple[Numbers, Numbers]:
         """Bytes of one microbatch that cross the cut before each stage, forward and backward; 0 at both ends."""

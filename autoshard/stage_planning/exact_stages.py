@@ -55,19 +55,24 @@ def exact_pipeline(
     cut_at: CutAt,
     shapes: Mapping[str, SubMeshShape],
     backend: Backend,
+    until: float = math.inf,
 ) -> ExactPipeline | None:
     """The stages of a choice planned; None if one of them fits in no way.
 
     Args:
         cut_at: makes the programs of the stages.
         shapes: by the names of the tables' sub-meshes.
+        until: when planning ends, as `time.monotonic` has it.
+
+    Raises:
+        FormulatingLate: it is that late.
     """
     facts = schedule_facts(choice.schedule, choice.devices, choice.chunks, choice.microbatches)
     if facts is None:
         return None
     made = facts.schedule
     cut = cut_at(choice.microbatches, [stage.first for stage in choice.stages[1:]], made.has_weight_tasks)
-    planner = _StagePlanner(cut, backend)
+    planner = _StagePlanner(cut, backend, until)
     numbers = range(len(choice.stages))
     at = [shapes[stage.table.shape.name] for stage in choice.stages]
     fastest = [planner.fastest(number, at[number]) for number in numbers]
@@ -136,8 +141,8 @@ def _exact(
 class _StagePlanner:
     """Plans stages: each kind of them once for speed, and a few times for less memory."""
 
-    def __init__(self, cut: CutStep, backend: Backend) -> None:
-        self._cut, self._backend = cut, backend
+    def __init__(self, cut: CutStep, backend: Backend, until: float = math.inf) -> None:
+        self._cut, self._backend, self._until = cut, backend, until
         self._fastest: dict[tuple[int, str], StageCost | None] = {}
         self._leaner: dict[int, StageCost | None] = {}  # by the stage that a plan was made for
 
@@ -202,7 +207,7 @@ class _StagePlanner:
     def _planned(
         self, number: int, shape: SubMeshShape, in_flight: float, limit: float, **effort: Any
     ) -> StageCost | None:
-        where = SubMeshModel(shape.mesh, shape.topology, self._backend, limit / self._backend.usable)
+        where = SubMeshModel(shape.mesh, shape.topology, self._backend, limit / self._backend.usable, self._until)
         return self._cut.cost(self._cut.kinds[number], where, in_flight, **effort)
 
 

@@ -9,6 +9,7 @@ what the search chooses are planned afterwards (`PlannedSpace.with_planned`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ import numpy as np
 from autoshard.errors import MicrobatchError, StageError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
+from autoshard.model.pricing.late import FormulatingLate
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes
 from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs, with_loops
@@ -52,6 +54,7 @@ class SpaceRequest:
     shapes: Sequence[SubMeshShape] = ()  # () for all
     least_stages: int = 1
     most_stages: int = 32  # of a pipeline, however many devices there are
+    until: float = math.inf  # when planning units ends, as `time.monotonic` has it: others are left then
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +114,8 @@ class _UnitPlanner:
         if microbatches in found:
             return False
         try:
-            costs = unit_costs(self.cut(microbatches), shape, self.request.backend)
-        except (MicrobatchError, StageError):  # others can be planned
+            costs = unit_costs(self.cut(microbatches), shape, self.request.backend, self.request.until)
+        except (MicrobatchError, StageError, FormulatingLate):  # others can be planned, or are
             return False
         if costs is not None:
             found[microbatches] = costs
@@ -124,7 +127,12 @@ class _UnitPlanner:
         if microbatches not in known or (shape.in_row.name, microbatches) in self._with_loops:
             return is_new
         self._with_loops.add((shape.in_row.name, microbatches))
-        found = with_loops(self.cut(microbatches), shape, self.request.backend, known[microbatches])
+        try:
+            found = with_loops(
+                self.cut(microbatches), shape, self.request.backend, known[microbatches], self.request.until
+            )
+        except FormulatingLate:
+            return is_new
         is_new |= found.loop_bytes > 0
         known[microbatches] = found
         return is_new
@@ -133,7 +141,11 @@ class _UnitPlanner:
         """Plans to fit where plans for speed do not fit in a pipeline of so many equal stages; whether that was so."""
         name, in_flight = shape.in_row.name, min(MOST_IN_FLIGHT * stages, float(microbatches))
         fast = self.fast[name][microbatches]
-        leaner = lean_unit_costs(self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight)
+        how = self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight, self.request.until
+        try:
+            leaner = lean_unit_costs(*how)
+        except FormulatingLate:
+            return False
         if leaner is None or leaner is fast:
             return False
         self._lean.setdefault(name, {})[microbatches] = leaner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,8 @@ from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
+
+LEAST_STAGES_SHARE = 0.25  # of the time limit: what is left for stages, however long the plan without them has taken
 
 
 class PlannedFunction(PipelinedFunction[Parameters, Result]):
@@ -220,16 +223,19 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
     def _fastest_of_all(self, args: Any, kwargs: Any, traced: StepVariants, program: Program) -> Plan:
         """The plan of the best pipeline; that without stages, with a remark, where it is faster or alone fits."""
         plain: Plan | MemoryLimitError
+        begin, limit = time.monotonic(), self._options.time_limit
         try:
             plain = self._plain.plan(*args, **kwargs)
         except MemoryLimitError as error:
             plain = error
         try:
-            found = self._found(traced, program)
+            until = max(begin + limit, time.monotonic() + LEAST_STAGES_SHARE * limit)
+            found = self._found(traced, program, until)
         except (MicrobatchError, StageError) as error:
             return _without(plain, f"pipeline='auto': the step runs without stages, as it cannot be cut: {error}")
         if found is None:
-            return _without(plain, "pipeline='auto': no pipeline was found that fits.")
+            why = "was found that fits" if time.monotonic() <= until else "that fits was found within the time limit"
+            return _without(plain, f"pipeline='auto': no pipeline {why}.")
         pipeline, chosen = found
         beside = plain.predicted if isinstance(plain, Plan) else str(plain).splitlines()[0]
         bound = min(chosen.bound, plain.bound if isinstance(plain, Plan) else chosen.bound)
@@ -239,13 +245,15 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
             return _without(plain, f"pipeline='auto': the best pipeline found takes {seconds:.4g} s per step.")
         return made
 
-    def _found(self, traced: StepVariants, program: Program) -> tuple[PlannedPipeline, ChosenPipeline] | None:
+    def _found(
+        self, traced: StepVariants, program: Program, until: float
+    ) -> tuple[PlannedPipeline, ChosenPipeline] | None:
         options = self._options
         fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
         steps = CuttableSteps(traced.step, program, traced.mesh, own)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
-        chosen = choose_pipeline(steps, machine)
+        chosen = choose_pipeline(steps, machine, until=until)
         return None if chosen is None else (planned_pipeline(chosen, program, options, self._jit_keywords), chosen)
 
 

@@ -122,17 +122,30 @@ class UnitCosts:
         return LayerCosts(**figures, loop_bytes=self.loop_bytes, in_loop=self.in_loop)
 
 
-def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend) -> UnitCosts | None:
-    """Every unit of a step planned on one sub-mesh for speed alone; None if some unit was not planned."""
-    where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
+def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend, until: float = math.inf) -> UnitCosts | None:
+    """Every unit of a step planned on one sub-mesh for speed alone; None if some unit was not planned.
+
+    Args:
+        until: when planning ends, as `time.monotonic` has it.
+
+    Raises:
+        FormulatingLate: it is that late.
+    """
+    where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf, until)
     return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0, **_EFFORT))
 
 
-def with_loops(units: UnitCut, shape: SubMeshShape, backend: Backend, costs: UnitCosts) -> UnitCosts:
-    """The same costs with what a stage of two units is found to work in beside what one of them does."""
+def with_loops(
+    units: UnitCut, shape: SubMeshShape, backend: Backend, costs: UnitCosts, until: float = math.inf
+) -> UnitCosts:
+    """The same costs with what a stage of two units is found to work in beside what one of them does.
+
+    Raises:
+        FormulatingLate: planning has to end, as for `unit_costs`.
+    """
     if units.pair is None:
         return costs
-    where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf)
+    where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf, until)
     two = units.cut.cost(units.pair[0], where, in_flight=1.0, **_EFFORT)
     if two is None:
         return costs
@@ -142,12 +155,21 @@ def with_loops(units: UnitCut, shape: SubMeshShape, backend: Backend, costs: Uni
 
 
 def lean_unit_costs(
-    units: UnitCut, shape: SubMeshShape, backend: Backend, fast: UnitCosts, stages: int, in_flight: float
+    units: UnitCut,
+    shape: SubMeshShape,
+    backend: Backend,
+    fast: UnitCosts,
+    stages: int,
+    in_flight: float,
+    until: float = math.inf,
 ) -> UnitCosts | None:
     """The same within the memory of a pipeline of so many equal stages; `fast` itself if that fits.
 
     Every unit gets a part of the memory beside what one of them works in: as large a part as it takes of the fast
     choice. One that does not fit takes about the least that it can.
+
+    Raises:
+        FormulatingLate: planning has to end, as for `unit_costs`.
     """
     fixed, left, working = (fast.values[FIELDS.index(name)] for name in FIELDS[-3:])
     held = fixed + in_flight * left
@@ -159,7 +181,7 @@ def lean_unit_costs(
     def cost(stage: int) -> StageCost | None:
         unit = units.planned.index(stage)
         limit = (held[unit] * share + working[unit]) / backend.usable
-        where = SubMeshModel(shape.mesh, shape.topology, backend, limit)
+        where = SubMeshModel(shape.mesh, shape.topology, backend, limit, until)
         return units.cut.cost(stage, where, in_flight=in_flight, or_leanest=True, **_EFFORT)
 
     return _of_units(units, cost)

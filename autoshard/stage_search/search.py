@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -40,7 +41,7 @@ _NEAR_BEST = 1.1  # a choice that is estimated, or simulated, to take so many ti
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """How much is tried. Counts, not seconds: the same space has the same result everywhere."""
+    """How much is tried. Counts, not seconds: the same space has the same result everywhere, unless time is up."""
 
     most_tasks: int = 600_000  # of schedules, simulated in all: about 4 microseconds each
     gap_of_programs: float = 0.04  # a bound that is this near is not raised by programs
@@ -50,6 +51,7 @@ class SearchSettings:
     )
     polished: int = 6  # choices from which moves are tried first
     others: int = 8  # choices beside the best that are told
+    until: float = math.inf  # when time is up, as `time.monotonic` has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,14 +253,17 @@ class _Search:
 
     def _may_go_on(self, share: float) -> bool:
         """Whether less than a share of the tasks has been simulated, or nothing that fits is known."""
-        return self.tasks < share * self.settings.most_tasks
+        return self.tasks < share * self.settings.most_tasks and not self._is_late()
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.settings.until
 
     def _look_at_first_choices(self, kinds: Sequence[Kind], share: float) -> None:
         """Simulates the first choice of each kind, in the order of what they are estimated to take."""
         first: list[tuple[float, int, PipelineChoice]] = []
         least = math.inf
         for kind in sorted(kinds, key=lambda kind: kind.estimate):
-            if kind.estimate >= least * _NEAR_BEST or not math.isfinite(kind.estimate):
+            if kind.estimate >= least * _NEAR_BEST or not math.isfinite(kind.estimate) or (first and self._is_late()):
                 break
             stages = kind.next(math.inf)
             if stages is not None:
@@ -297,7 +302,7 @@ class _Search:
     def _tighten(self, kinds: Sequence[Kind]) -> None:
         """Raises the least bound for as long as it can be, and is far from the best choice."""
         left, enough = _PROGRAMS * self.settings.most_tasks, self.incumbent * (1 - self.settings.gap_of_programs)
-        while left > 0 and kinds:
+        while left > 0 and kinds and not self._is_late():
             kind = min(kinds, key=lambda one: one.bound)
             taken = kind.tighten(left, enough) if kind.bound < enough else 0
             if taken == 0:

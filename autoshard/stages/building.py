@@ -17,7 +17,7 @@ from autoshard.microbatches.relations import Invariant, Partial, Rows
 from autoshard.microbatches.rows import Place, taken, unstacked
 from autoshard.stages.placement.after import AfterLoop
 from autoshard.stages.programs import MICROBATCH, Key, StageProgram
-from autoshard.stages.roles import Roles, total_work, variables
+from autoshard.stages.roles import Roles, variables
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Builder:
         closed = jax.make_jaxpr(run)(*avals)
         for key, aval in zip(outputs, closed.out_avals, strict=True):
             self.types.setdefault(key, _struct(aval))
-        return StageProgram(kind, stage, closed, tuple(inputs), tuple(outputs), total_work(closed.jaxpr))
+        return StageProgram(kind, stage, closed, tuple(inputs), tuple(outputs))
 
     # Loop programs.
 

@@ -6,7 +6,6 @@ sums holds for the programs after it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,17 +13,13 @@ from typing import Any
 from jax.sharding import Mesh
 
 from autoshard.errors import MemoryLimitError
-from autoshard.layout import Layout, MeshShape
+from autoshard.layout import Layout
 from autoshard.options import Options
 from autoshard.planning import identity_of, lowered, planned
-from autoshard.plans.plan import PlacedArray
 from autoshard.program import Program
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.traced import program_of
+from autoshard.stages.traced import StageLayouts, in_planning_order
 from autoshard.user_plan import Plan
-
-# Which program of a stage says first how arguments lie.
-PLANNING_ORDER = {"B": 0, "F": 1, "W": 2, "after": 3, "before": 4}
 
 
 @dataclass
@@ -55,12 +50,8 @@ class StagePlanner:
 
     def of_stage(self, stage: int, mesh: Any, start: int = 0) -> dict[int, Plan]:
         """The plans of the programs of one stage, by the place of each program in `StagePrograms.programs`."""
-        order, layouts = list(self.programs.programs), self.asked()
-        own = [n for n, program in enumerate(order) if program.stage == stage]
-        return {
-            n: self.plan(order[n], layouts, mesh, start)
-            for n in sorted(own, key=lambda n: (PLANNING_ORDER[order[n].kind], n))
-        }
+        layouts = self.asked()
+        return {n: self.plan(program, layouts, mesh, start) for n, program in in_planning_order(self.programs, stage)}
 
     def asked(self) -> dict[Key, Layout]:
         """How the user wants arguments to lie, and so pieces of them. Trips of a stack are never split."""
@@ -71,21 +62,15 @@ class StagePlanner:
 
     def plan(self, program: StageProgram, layouts: dict[Key, Layout], mesh: Any, start: int = 0) -> Plan:
         """The plan of one program. What it says of named values joins `layouts`."""
-        given = self.programs.given(self.donated)
-        made = program_of(program, self.programs.name, self.programs.carried, given)
+        made = StageLayouts(self.programs, self.donated, layouts).program(program, mesh)
         pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
         options = replace(self.options_on(mesh, start), pinned=pinned)
         key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items()), options.topology
         if key not in self.known:
             self.known[key] = self._planned(program, made, options)
         plan = self.known[key].on(mesh).bound_to(made)
-        for one, placed in zip(program.inputs, plan.arguments, strict=True):
-            layouts.setdefault(one, placed.layout)
-        results = tuple(
-            _laid(placed, layouts.setdefault(one, placed.layout), dict(mesh.shape))
-            for one, placed in zip(program.outputs, plan.results, strict=True)
-        )
-        return lowered(made, replace(plan, results=results, name=made.name), self.jit_keywords)
+        StageLayouts(self.programs, self.donated, layouts).add(program, plan)
+        return lowered(made, replace(plan, name=made.name), self.jit_keywords)
 
     def options_on(self, mesh: Any, start: int = 0) -> Options:
         """The options for a program on the part of the mesh whose first device has this place in it."""
@@ -102,17 +87,6 @@ class StagePlanner:
             raise MemoryLimitError(
                 f"pipeline: {program.name}: {error}", budget=error.budget, needed=error.needed
             ) from None
-
-
-def _laid(placed: PlacedArray, layout: Layout, mesh: MeshShape) -> PlacedArray:
-    """A result that lies as other programs of its stage have it."""
-    if layout == placed.layout:
-        return placed
-
-    def parts(layout: Layout) -> int:
-        return math.prod(mesh[axis] for axes in layout for axis in axes)
-
-    return replace(placed, layout=layout, local_bytes=placed.local_bytes * parts(placed.layout) // parts(layout))
 
 
 def compiled(plan: Plan) -> Any:

@@ -26,6 +26,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from autoshard.jaxprs import ClosedJaxpr
+from autoshard.stages.roles import total_work
 from autoshard.stages.stacks import Origin
 
 LOOP = ("F", "B", "W")
@@ -81,11 +82,15 @@ class StageProgram:
     jaxpr: ClosedJaxpr = field(repr=False)
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
-    flops: float  # of one run, over whole arrays
 
     @property
     def name(self) -> str:
         return f"{self.kind} of stage {self.stage}"
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of one run, over whole arrays."""
+        return total_work(self.jaxpr.jaxpr)
 
     @property
     def sums(self) -> tuple[Key, ...]:

@@ -7,7 +7,7 @@ are made anew of the step, and each plan is held against its program.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,8 +25,9 @@ from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.cutting import CuttableStep, cut
 from autoshard.stages.planned_pipeline import PlannedPipeline
+from autoshard.stages.programs import StagePrograms
 from autoshard.stages.stacks import Origin
-from autoshard.stages.traced import program_of
+from autoshard.stages.traced import StageLayouts, in_planning_order
 from autoshard.user_plan import Plan
 
 
@@ -183,12 +184,10 @@ class SavedPipeline:
                 "Plan the step anew."
             )
         meshes = tuple(part.on(mesh) for part in self.parts)
-        given, plans = programs.given(program.donated), []
-        for one, content in zip(programs.programs, self.plans, strict=True):
-            made = program_of(one, programs.name, programs.carried, given)
-            plans.append(restored_plan(made, content, meshes[order.placement[one.stage]], jit_keywords, where))
+        of_stages = [meshes[order.placement[stage]] for stage in range(programs.stages)]
+        plans = restored_plans(programs, program.donated, self.plans, of_stages, jit_keywords, where)
         positions = tuple(part.devices for part in self.parts)
-        return PlannedPipeline(programs, tuple(plans), order, meshes, program, self.layers, positions)
+        return PlannedPipeline(programs, plans, order, meshes, program, self.layers, positions)
 
 
 def content_of(plan: Plan) -> Any:
@@ -196,14 +195,32 @@ def content_of(plan: Plan) -> Any:
     return json.loads(json.dumps(to_json(plan, None)))
 
 
-def restored_plan(
-    program: Program, content: Any, mesh: Mesh | AbstractMesh, jit_keywords: Mapping[str, Any], where: str
-) -> Plan:
-    """What `content_of` made, bound to its program.
+def restored_plans(
+    programs: StagePrograms,
+    donated: Collection[int],
+    contents: Sequence[Any],
+    meshes: Sequence[Mesh | AbstractMesh],
+    jit_keywords: Mapping[str, Any],
+    where: str,
+) -> tuple[Plan, ...]:
+    """What `content_of` made of the programs of all stages, bound to these.
+
+    Args:
+        donated: arguments of the step.
+        meshes: per stage.
+        where: what messages call the data.
 
     Raises:
-        PlanError: it was made for another program, or contradicts it.
+        PlanError: one was made for another program, or contradicts it.
     """
-    plan = Plan.of(from_json(content, mesh, where).plan).bound_to(program)
-    check_plan(program, plan.annotations, dict(mesh.shape))
-    return lowered(program, replace(plan, name=program.name), jit_keywords)
+    found: dict[int, Plan] = {}
+    for stage, mesh in enumerate(meshes):
+        layouts = StageLayouts(programs, donated)
+        for n, one in in_planning_order(programs, stage):
+            plan = Plan.of(from_json(contents[n], mesh, where).plan)
+            program = layouts.program(one, mesh, plan.fingerprint)
+            plan = plan.bound_to(program)
+            check_plan(program, plan.annotations, dict(mesh.shape))
+            layouts.add(one, plan)
+            found[n] = lowered(program, replace(plan, name=program.name), jit_keywords)
+    return tuple(found[n] for n in range(len(found)))

@@ -97,6 +97,7 @@ class _Walk:
         self.whole: dict[Var, Any] = {}  # variables that are made otherwise now -> the whole array
         self.sliced: dict[tuple[Var, Bounds], tuple[Any, ...]] = {}
         self.makers: dict[Var, JaxprEqn] = {}
+        self.first_trips: dict[jax.ShapeDtypeStruct, JaxprEqn] = {}  # type of an array -> what takes its first trip
         self.at = Origin(0)
 
     def run(self) -> list[Any]:
@@ -138,10 +139,7 @@ class _Walk:
             parts = None if maker is None or atom in self.whole else self.made_in_pieces(maker, bounds)
             if parts is None:
                 whole = self.plain(atom, like)
-                parts = tuple(
-                    self.made(functools.partial(jax.lax.slice_in_dim, start_index=a, limit_index=b), [whole], like, a)
-                    for a, b in itertools.pairwise(bounds)
-                )
+                parts = tuple(self.part_of(whole, a, b, like) for a, b in itertools.pairwise(bounds))
             self.sliced[atom, bounds] = parts
         return self.sliced[atom, bounds]
 
@@ -157,6 +155,19 @@ class _Walk:
             return None
         operands = _in_dim_0(rule, dims[0][0])
         return None if operands is None else tuple(self.written(maker, operands, bounds))
+
+    def part_of(self, whole: Any, start: int, stop: int, like: JaxprEqn) -> Var:
+        """The trips of an array from one to another."""
+        aval = aval_of(whole)
+        type_ = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        if type_ not in self.first_trips:  # those of other trips differ in numbers alone
+            first = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=1)
+            (self.first_trips[type_],) = jax.make_jaxpr(first)(type_).jaxpr.eqns
+        eqn, out = self.first_trips[type_], Var(aval.update(shape=(stop - start, *aval.shape[1:])))
+        starts, ends = (start, *[0] * (len(aval.shape) - 1)), (stop, *aval.shape[1:])
+        params = {**eqn.params, "start_indices": starts, "limit_indices": ends}
+        self.emit(eqn.replace(invars=[whole], outvars=[out], params=params, source_info=like.source_info), start)
+        return out
 
     def made(self, function: Callable[..., Any], operands: Sequence[Any], like: JaxprEqn | None, trip: int = 0) -> Var:
         """What one equation makes of operands, written where another equation is."""

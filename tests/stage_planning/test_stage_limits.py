@@ -193,3 +193,33 @@ def space_of(choice):
     sent = np.zeros(table.layers + 1)
     row = DeviceRow.of_hosts(1, 2, inside=channel, between=channel)
     return StageSpace(row, {choice.microbatches: MicrobatchCosts((table,), sent, sent)})
+
+
+@pytest.mark.parametrize("more, planned", [(1.1, [4, 4]), (1.5, [4, 8])])
+def test_choices_that_are_known_to_hold_too_much_are_not_planned(more, planned, monkeypatch):
+    """Of four microbatches none fits: a second cut of them is planned only if it might hold less than the first."""
+    ones, tables = np.ones(6), {}
+    for count in (4, 8):
+        costs = LayerCosts(ones, ones, 0 * ones, 0 * ones, 18 * ones, 10 / count * ones, 5 * ones)
+        tables[count] = MicrobatchCosts((costs.table(SubMesh.anywhere("1", 1, 2, ROOM)),), *np.zeros((2, 7)))
+    space, tried = StageSpace(DeviceRow((Channel(0.0, 1e9),)), tables), []
+
+    def choice_at(count, at):
+        stages = (ChosenStage(*ends, tables[count].tables[0], i) for i, ends in enumerate(at))
+        return simulated(space, PipelineChoice("1f1b", 1, count, tuple(stages)))
+
+    told = [choice_at(4, ((0, 4), (4, 6))), choice_at(4, ((0, 3), (3, 6))), choice_at(8, ((0, 3), (3, 6)))]
+
+    def exact(_, choice, *others):
+        tried.append(choice.microbatches)
+        times = more if choice.microbatches == 4 else 1.0
+        peaks = [times * size for size in simulated(space, choice).peak_bytes]
+        fits = max(peaks) <= ROOM
+        return SimpleNamespace(simulated=SimpleNamespace(peak_bytes=peaks, seconds=1.0, fits=fits), choice=choice)
+
+    monkeypatch.setattr(choosing, "exact_pipeline", exact)
+    result = SimpleNamespace(best=told[0], others=told[1:])
+    found = SimpleNamespace(space=space, shapes={})
+    steps, machine = SimpleNamespace(cut_at=None), SimpleNamespace(backend=None)
+    choosing._planned_exactly(result, found, steps, machine, choosing._Excess(), np.inf)
+    assert tried[:2] == planned

@@ -14,6 +14,7 @@ from autoshard import MicrobatchError
 from autoshard.pipeline import SCHEDULES, schedule
 from autoshard.stages.cutting import cut
 from autoshard.stages.programs import Key
+from autoshard.stages.traced import form_of, program_of
 
 ACTIVATION = (ROWS // 2, 4, WIDTH)
 
@@ -161,3 +162,22 @@ def test_a_step_that_needs_the_whole_batch_is_refused_with_its_line():
     batch = {"x": numbers(2, ROWS, WIDTH), "y": numbers(3, ROWS, WIDTH)}
     with pytest.raises(MicrobatchError, match=r"microbatches=4 would change .* at test_cutting.py:\d+"):
         _ = cuttable(normalized_over_the_batch, (weights, batch), 4).roles
+
+
+def test_stages_of_like_layers_are_written_alike(unrolled):
+    """And only those: of each form one program is read, which stands for the others."""
+    programs = evenly(unrolled, LAYERS)
+    forms = [form_of(programs.loop["F", stage].jaxpr) for stage in range(LAYERS)]
+    middle = forms[1:-1]
+    assert len(middle) > 1 and all(hash(one) == hash(middle[0]) and one == middle[0] for one in middle)
+    assert forms[-1] != middle[0]
+    read = [program_of(programs.loop["F", n], "step", programs.carried).fingerprint for n in range(LAYERS)]
+    assert [one == read[1] for one in read] == [one == forms[1] for one in forms]
+
+
+def test_forms_tell_numbers_and_bodies_of_loops_apart():
+    def looped(times, number):
+        return jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c * number, None), x, length=times)[0])(1.0)
+
+    assert form_of(looped(3, 2.0)) == form_of(looped(3, 2.0))
+    assert len({form_of(one) for one in (looped(3, 2.0), looped(4, 2.0), looped(3, 2.5))}) == 3

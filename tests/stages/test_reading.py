@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from pipeline_steps import numbers
+from pipeline_steps import STEPS, numbers
 
 from autoshard import ArgumentError, MemoryLimitError, MeshError, Plan, PlanError, autoshard, topology
 from autoshard.stages.planning import StagePlanner
@@ -152,3 +152,17 @@ def test_the_oracle_sees_a_stage_that_is_not_planned_again(planned, monkeypatch)
     monkeypatch.setattr(StagePlanner, "of_stage", lambda self, stage, mesh, start: {})
     found = planned.explain("scale")
     assert all(one.step_seconds == planned.predicted.step_seconds for one in found.others)
+
+
+@pytest.mark.parametrize("name", ["scanned", "unrolled"])
+def test_what_brings_results_to_where_other_programs_have_them_is_predicted(name, tmp_path):
+    """Backward programs, planned first, say how residuals lie: what makes these has to leave them so."""
+    step, args = STEPS[name]()
+    eight = jax.make_mesh((4, 2), ("data", "model"))
+    plan = autoshard(step, mesh=eight, pipeline={"stages": 2, "microbatches": 2}).plan(*args)
+    programs = plan.verify().programs
+    assert len(programs) >= 8 and all(one.collectives_agree for one in programs.values())
+    plan.save(tmp_path / "plan.json")
+    loaded = autoshard(step, mesh=eight, plan=tmp_path / "plan.json").plan(*args)
+    names = [one.fingerprint for one in plan.pipeline.plans]
+    assert [one.fingerprint for one in loaded.pipeline.plans] == names

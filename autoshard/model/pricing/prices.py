@@ -136,7 +136,9 @@ class Prices:
             self.memo.tick()
             near = None if self.offered is None else self.offered.groups.get(group.index)
             strategies = self.memo.in_time(
-                operation_strategies(group, self.mesh, choices, near)
+                operation_strategies(
+                    group, self.mesh, choices, near, None if self.regions is None else self.regions.strategies
+                )
                 if is_call(group)
                 else strategies_of(group, self.mesh, self.backend, choices)
             )

@@ -19,6 +19,7 @@ class ReshardingSteps:
         self.mesh, self.gathers = mesh, gathers
         self.known: dict[tuple[str, tuple[str, ...], int, bool], int] = {}  # kind, axes, tiles, several -> from 1
         self._number: dict[Layout, int] = {}
+        self._matters: dict[bytes, bool] = {}  # see `_kinds`
         # [source, target, step]: its number; 0: none; -1: unknown
         self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
 
@@ -47,7 +48,7 @@ class ReshardingSteps:
         self, sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarray, tick: Callable[[], None]
     ) -> np.ndarray:
         """[pair, step]: the steps between each pair, given as [pair, (source, target)]."""
-        kinds = _kinds(sources, targets, pairs, self.mesh, tick)
+        kinds = _kinds(sources, targets, pairs, self.mesh, tick, self._matters)
         _, firsts, kind_of = np.unique(kinds, return_index=True, return_inverse=True)
         found = []
         for source, target in ((sources[i], targets[j]) for i, j in pairs[firsts].tolist()):
@@ -72,6 +73,7 @@ def _kinds(
     pairs: np.ndarray,
     mesh: MeshShape,
     tick: Callable[[], None] = never_late,
+    known: dict[bytes, bool] | None = None,
 ) -> np.ndarray:
     """[pair]: a number, equal only for pairs between which the same steps lead.
 
@@ -80,6 +82,9 @@ def _kinds(
     >>> layouts = [(("a",), (), ()), ((), (), ("a",)), ((), ("a",), ())]
     >>> _kinds(layouts, layouts, np.array([(0, 1), (0, 2), (1, 0)]), {"a": 2}).tolist()
     [0, 0, 1]
+
+    Args:
+        known: which dims axes split in a pair -> whether other dims may matter. This call adds to it.
     """
     if not mesh:  # nothing is split
         return np.zeros(len(pairs), dtype=int)
@@ -93,12 +98,19 @@ def _kinds(
     without = np.stack([places[number, column] for column in split.T], axis=1)
     _, firsts, kinds = np.unique(without, axis=0, return_index=True, return_inverse=True)
     kinds = kinds.ravel()
-    matters = []
-    for i, j in pairs[firsts].tolist():
-        tick()
-        matters.append(depends_on_whole_dims(sources[i], targets[j], mesh))
     ordered = np.array([in_mesh_order(layout, mesh) for layout in sources])[pairs[:, 0]]
     ordered &= np.array([in_mesh_order(layout, mesh) for layout in targets])[pairs[:, 1]]
+    known, matters = {} if known is None else known, []
+    for row, first, (i, j) in zip(without[firsts], firsts.tolist(), pairs[firsts].tolist(), strict=True):
+        key = row.tobytes() if ordered[first] else None  # where axes stand in another order, more than dims tell pairs
+        if key is None or key not in known:
+            tick()
+            found = depends_on_whole_dims(sources[i], targets[j], mesh)
+        else:
+            found = known[key]
+        if key is not None:
+            known[key] = found
+        matters.append(found)
     return np.where(np.array(matters)[kinds] | ~ordered, len(firsts) + number, kinds)
 
 

@@ -37,6 +37,7 @@ from autoshard.propagation.rule import Rule, whole
 
 if TYPE_CHECKING:
     from autoshard.model.formulation import Formulation
+    from autoshard.model.strategies import Strategy
 
 SHARD_MAP = "shard_map"
 REGIONS = frozenset({OPERATION, SHARD_MAP})
@@ -116,6 +117,7 @@ class Regions:
         self.forward = dict(_forward_calls(program))
         self._known: dict[tuple, Region] = {}  # of what the user wrote as regions
         self._kept: list[Any] = []  # what is known by its id
+        self.strategies: dict[int, list[Strategy]] = {}  # of calls, by their equations: all that the mesh allows
 
     def key(self, equation: Equation) -> tuple:
         """Equal for equations that run the same on shards; empty for what is no region."""

@@ -20,7 +20,11 @@ def is_call(group: Group) -> bool:
 
 
 def operation_strategies(
-    group: Group, mesh: MeshShape, choices: Choices = every_choice, near: Mapping[str, int] | None = None
+    group: Group,
+    mesh: MeshShape,
+    choices: Choices = every_choice,
+    near: Mapping[str, int] | None = None,
+    known: dict[int, list[Strategy]] | None = None,
 ) -> list[Strategy]:
     """Every strategy of a call of an operation, or those that are offered; the first splits nothing.
 
@@ -30,17 +34,14 @@ def operation_strategies(
 
     Args:
         near: mesh axis -> factor in the strategy near which the offered ones lie; it is kept.
+        known: of calls, by their equations: all that the mesh allows, whatever is offered. This call adds to it.
     """
     (equation,) = group.equations
-    rule = rule_of(equation)
-    call = Call.of(equation, rule)
-    number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
-    found = []
-    for run in call.runs(mesh):
-        reads, leaves = call.layouts(run, mesh)
-        split = sorted((number[factor], axes) for factor, axes in call.assignment(run, mesh).items())
-        wants = tuple(reads[use.operand] for use in group.uses)
-        found.append(Strategy(tuple(split), wants, tuple(leaves), (), run=run))
+    known = {} if known is None else known
+    if equation.index not in known:
+        known[equation.index] = _every_strategy(group, mesh)
+    found = known[equation.index]
+    call = Call.of(equation, rule_of(equation))
     places = list(map(_place, found))
     if choices is not every_choice:
         offered = _offered(places, group, mesh, choices)
@@ -55,6 +56,20 @@ def operation_strategies(
 
     pairs = zip(found, places, strict=True)
     return [one for one, place in pairs if not (one.run and one.run.name and place != near and is_idle(one.run))]
+
+
+def _every_strategy(group: Group, mesh: MeshShape) -> list[Strategy]:
+    (equation,) = group.equations
+    rule = rule_of(equation)
+    call = Call.of(equation, rule)
+    number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
+    found = []
+    for run in call.runs(mesh):
+        reads, leaves = call.layouts(run, mesh)
+        split = sorted((number[factor], axes) for factor, axes in call.assignment(run, mesh).items())
+        wants = tuple(reads[use.operand] for use in group.uses)
+        found.append(Strategy(tuple(split), wants, tuple(leaves), (), run=run))
+    return found
 
 
 def _offered(places: list[dict[str, int]], group: Group, mesh: MeshShape, choices: Choices) -> list[bool]:

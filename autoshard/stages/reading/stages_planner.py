@@ -27,9 +27,9 @@ from autoshard.report.explanation import Explanation, PricedLayout
 from autoshard.report.units import bytes_text
 from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.specs import patterns_of
-from autoshard.stages.planning import PLANNING_ORDER, StagePlanner
+from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.traced import program_of
+from autoshard.stages.traced import PLANNING_ORDER, StageLayouts, in_planning_order
 from autoshard.user_plan import Plan, Wish
 
 _NAMED_READERS = 4  # of a stack of layers, and as many of its rows
@@ -154,10 +154,14 @@ class StagesPlanner:
     def _question(self, program: StageProgram, key: Key, fixed: Mapping[int, Layout]) -> ArgumentQuestion:
         """The argument as the program sees it that decides how it lies."""
         at = next(n for n, one in enumerate(self.programs.programs) if one is program)
-        given = self.programs.given(self.program.donated)
-        made = program_of(program, self.programs.name, self.programs.carried, given)
+        mesh, layouts = self.meshes[program.stage], StageLayouts(self.programs, self.program.donated)
+        for n, other in in_planning_order(self.programs, program.stage):
+            if other is program:
+                break
+            layouts.add(other, self.plans[n])
+        made = layouts.program(program, mesh, self.plans[at].fingerprint)
         planner = self._planner(fixed)
-        options, asked = planner.options_on(self.meshes[program.stage], self._start(program.stage)), planner.asked()
+        options, asked = planner.options_on(mesh, self._start(program.stage)), planner.asked()
         pinned = {i: asked[one] for i, one in enumerate(program.inputs) if one in asked}
         rules = checked_rules(made, dict(options.mesh.shape))
         formulation = formulated(made, rules, options, pinned)
