@@ -19,7 +19,7 @@ WEIGHTS = {
     "down": jax.ShapeDtypeStruct((8, 2048, 512), jnp.bfloat16),
 }
 X = jax.ShapeDtypeStruct((32768, 512), jnp.bfloat16)
-GIVEN = {"mesh": MESH, "topology": "v5e:1x2", "donate_argnums": 0}
+GIVEN = {"mesh": MESH, "topology": "v5e:1x2", "donate_argnums": 0, "time_limit": 10}
 CHIP = autoshard.topology("v5e:1x2", dict(MESH.shape))
 SLOW = GIVEN | {"topology": replace(CHIP, flops={"bfloat16": CHIP.flops["bfloat16"] / 20})}  # values are worth keeping
 
@@ -57,7 +57,7 @@ def test_its_ends_are_the_free_plan_and_the_smallest(found):
 
 
 def test_less_memory_takes_a_larger_batch_and_fewer_devices():
-    options = {"memory": "700MiB", "multiple": 4096, "most": 16384, "time_limit": 5}
+    options = {"memory": "700MiB", "multiple": 4096, "most": 16384}
     kept = autoshard.largest_batch(step, WEIGHTS, X, **options, **GIVEN)
     again = autoshard.largest_batch(step, WEIGHTS, X, remat="auto", **options, **GIVEN)
     assert again.rows > kept.rows
@@ -72,7 +72,7 @@ def test_each_variant_is_formulated_once(monkeypatch):
     counted = type(TracedStep.__dict__["formulation"])(lambda self: made.append(self.program) or honest(self))
     counted.__set_name__(TracedStep, "formulation")
     monkeypatch.setattr(TracedStep, "formulation", counted)
-    autoshard.frontier(step, WEIGHTS, X, points=3, remat="auto", time_limit=10, **SLOW)
+    autoshard.frontier(step, WEIGHTS, X, points=3, remat="auto", **SLOW)
     assert len(made) == len({id(program) for program in made}) >= 2
 
 

@@ -16,7 +16,7 @@ from autoshard.jaxprs import HOST
 from autoshard.mesh.targets import target_mesh
 from autoshard.variants import open_choice
 
-LAYERS, WIDTH, ROWS = 8, 32, 64
+LAYERS, WIDTH, ROWS = 4, 32, 64
 MESH = mesh_of({"data": 4})
 # Slow enough that values are worth keeping; a link to hosts that is as fast as memory.
 MACHINE = replace(topology("cpu:4", {"data": 4}), flops={"float32": 1e9}, host_bandwidth=6.5e8)
@@ -58,7 +58,7 @@ needs_hosts = pytest.mark.usefixtures("as_predicted")
 
 
 def decorated(machine=MACHINE, **options):
-    return autoshard(step, mesh=MESH, topology=machine, donate_argnums=0, remat="auto", time_limit=600, **options)
+    return autoshard(step, mesh=MESH, topology=machine, donate_argnums=0, remat="auto", time_limit=20, **options)
 
 
 @needs_hosts
