@@ -32,7 +32,7 @@ def step(weights, batch):
 
 
 def decorated(**options):
-    return autoshard(step, mesh=MESH, topology=MACHINE, donate_argnums=0, **options)
+    return autoshard(step, mesh=MESH, topology=MACHINE, donate_argnums=0, time_limit=3, **options)
 
 
 def state():
@@ -229,7 +229,7 @@ def test_what_fits_by_a_hair_is_asked_of_the_compiler():
     assert made.compiled_peak == made.verify().actual_peak <= made.memory
 
     def without_devices(memory):  # for TPU, where temporaries lie on the chip
-        return autoshard(step, mesh=MESH.abstract_mesh, topology=MACHINE, donate_argnums=0, memory=memory)
+        return autoshard(step, mesh=MESH.abstract_mesh, topology=MACHINE, donate_argnums=0, memory=memory, time_limit=3)
 
     with pytest.raises(MemoryLimitError) as caught:
         without_devices(1).plan(WEIGHTS, BATCH)

@@ -58,7 +58,7 @@ needs_hosts = pytest.mark.usefixtures("as_predicted")
 
 
 def decorated(machine=MACHINE, **options):
-    return autoshard(step, mesh=MESH, topology=machine, donate_argnums=0, remat="auto", time_limit=20, **options)
+    return autoshard(step, mesh=MESH, topology=machine, donate_argnums=0, remat="auto", time_limit=2, **options)
 
 
 @needs_hosts
