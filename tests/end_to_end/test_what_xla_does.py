@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 from oracles import MACHINES, MESHES, SMALL, mesh_of, share_of_free_peak
+from sweeps import some
 
 from autoshard import Plan, Topology, autoshard, topology
 from autoshard import plan as plan_of
@@ -36,8 +37,6 @@ TIGHT = [
     for share in (0.4, 0.75)
     for chosen in [(name, machine, share) == ("moe", "v5e", 0.4)]
 ]
-
-SLOW_TOO = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt scan", "lstm", "gpt")]
 
 
 def planned(name: str, mesh: str, machine: str, share: float | None = None) -> Plan:
@@ -118,7 +117,7 @@ def test_the_oracle_sees_a_wrong_prediction(fault):
         assert_confirmed(replace(made, predicted=replace(made.predicted, **{fault: wrong})))
 
 
-@pytest.mark.parametrize("name", ["cnn", "moe", *SLOW_TOO])
+@pytest.mark.parametrize("name", some(["cnn", "moe", "gpt scan", "lstm", "gpt"], "moe"))
 def test_what_follows_need_not_be_said(name):
     """The compiled program has the same collectives when every inner value is constrained."""
     made = planned(name, "4x2", "slow chips")
