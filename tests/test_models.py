@@ -15,7 +15,7 @@ CASES = {
     "gpt scan": lambda: gpt.make(scan=True),
     "gpt remat": lambda: gpt.make(remat=True),
 }
-NAMES = some(CASES, "small cnn", "small gpt scan", "small lstm", "small tied", "gpt", "mlp", "moe")
+NAMES = some(CASES, "small cnn", "small gpt", "small lstm", "small tied", "mlp", "moe")
 
 
 def run(model, steps, place=lambda batch: batch):

@@ -76,7 +76,7 @@ def total(results):
 TRANSFORMED_OF = [*((name, loss) for name in TRANSFORMED), *((name, step) for name in TRANSFORMED)]
 
 
-@pytest.mark.parametrize("name, fn", spread(TRANSFORMED_OF, 2), ids=str)
+@pytest.mark.parametrize("name, fn", spread(TRANSFORMED_OF, 2), ids=lambda one: getattr(one, "__name__", one))
 def test_transformations_of_the_decorated_function(name, fn):
     transform = TRANSFORMED[name]
     assert_same(transform(sharded(fn))(W, X), transform(jax.jit(fn))(W, X))

@@ -93,7 +93,7 @@ def test_many_random_programs(program, mesh_shape, machine, seed):
     check(program, mesh_shape, machine, seed)
 
 
-@settings(max_examples=4, **SETTINGS)
+@settings(max_examples=2, **SETTINGS)
 @DRAWN_ODD
 def test_random_programs_on_odd_meshes(drawn, machine, seed):
     check(*drawn, machine, seed)

@@ -23,9 +23,8 @@ CHOSEN = {  # the program -> the mesh
     "argmax": "4x2",
     "conv_general_dilated, feature groups": "4x2",
     "dynamic_update_slice": "8",
-    "reduce": "4x2",
     "reduce_xor": "2x2x2",
-    "scatter-add": "4x2",
+    "scatter-add": "8",
     "sort": "8",
 }
 EVERY = [(name, mesh) for name in BY_NAME for mesh in MESHES if mesh != "1"]
