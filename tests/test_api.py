@@ -21,7 +21,7 @@ from autoshard import ArgumentError, ConflictError, MemoryLimitError, MeshError,
 from autoshard.model.xla.backends import CPU
 
 SHAPE = {"x": 4, "y": 2}
-OPTIONS = {"mesh": mesh_of(SHAPE), "topology": slow_chips(SHAPE), "time_limit": 3}
+OPTIONS = {"mesh": mesh_of(SHAPE), "topology": slow_chips(SHAPE), "time_limit": 10}
 sharded = functools.partial(autoshard.autoshard, **OPTIONS)
 
 WEIGHTS = {"down": np.ones((32, 8), np.float32), "up": np.linspace(-1, 1, 256, dtype=np.float32).reshape(8, 32)}

@@ -32,7 +32,7 @@ def step(weights, batch):
 
 
 def decorated(**options):
-    return autoshard(step, mesh=MESH, topology=MACHINE, donate_argnums=0, time_limit=3, **options)
+    return autoshard(step, mesh=MESH, topology=MACHINE, donate_argnums=0, **options)
 
 
 def state():
@@ -218,6 +218,7 @@ def test_compilers_that_run_out_of_memory_or_refuse():
     assert seen == [80] and kept.compiled_peak is None and not kept.warnings
 
 
+@pytest.mark.usefixtures("little_work")
 def test_what_fits_by_a_hair_is_asked_of_the_compiler():
     """A limit below what predictions are relied on for: devices that are there say whether the leanest plan fits."""
     with pytest.raises(MemoryLimitError) as caught:
@@ -229,7 +230,7 @@ def test_what_fits_by_a_hair_is_asked_of_the_compiler():
     assert made.compiled_peak == made.verify().actual_peak <= made.memory
 
     def without_devices(memory):  # for TPU, where temporaries lie on the chip
-        return autoshard(step, mesh=MESH.abstract_mesh, topology=MACHINE, donate_argnums=0, memory=memory, time_limit=3)
+        return autoshard(step, mesh=MESH.abstract_mesh, topology=MACHINE, donate_argnums=0, memory=memory)
 
     with pytest.raises(MemoryLimitError) as caught:
         without_devices(1).plan(WEIGHTS, BATCH)

@@ -18,11 +18,14 @@ from autoshard.frontiers.traced_variants import TracedVariants
 MODEL = mlp.make(layers=2, width=64, batch=64, bias=False)
 STATE, BATCH = jax.eval_shape(lambda: MODEL.state), jax.eval_shape(lambda: MODEL.batches(0))
 MESH = AbstractMesh((8,), ("data",))
-GIVEN = {"mesh": MESH, "topology": "v5e:2x4", "donate_argnums": 0, "time_limit": 5}
+GIVEN = {"mesh": MESH, "topology": "v5e:2x4", "donate_argnums": 0}
+
+
+pytestmark = pytest.mark.usefixtures("little_work")
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(little_work):
     return autoshard.frontier(MODEL.step, STATE, BATCH, points=4, **GIVEN)
 
 

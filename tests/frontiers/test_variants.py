@@ -19,7 +19,7 @@ WEIGHTS = {
     "down": jax.ShapeDtypeStruct((8, 2048, 512), jnp.bfloat16),
 }
 X = jax.ShapeDtypeStruct((32768, 512), jnp.bfloat16)
-GIVEN = {"mesh": MESH, "topology": "v5e:1x2", "donate_argnums": 0, "time_limit": 10}
+GIVEN = {"mesh": MESH, "topology": "v5e:1x2", "donate_argnums": 0}
 CHIP = autoshard.topology("v5e:1x2", dict(MESH.shape))
 SLOW = GIVEN | {"topology": replace(CHIP, flops={"bfloat16": CHIP.flops["bfloat16"] / 20})}  # values are worth keeping
 
@@ -33,8 +33,11 @@ def step(weights, x):
     return jax.tree.map(lambda w, g: w - (0.1 * g).astype(w.dtype), weights, gradients), value
 
 
+pytestmark = pytest.mark.usefixtures("little_work")
+
+
 @pytest.fixture(scope="module")
-def found():
+def found(little_work):
     return autoshard.frontier(step, WEIGHTS, X, points=4, remat="auto", **SLOW)
 
 
@@ -57,7 +60,7 @@ def test_its_ends_are_the_free_plan_and_the_smallest(found):
 
 
 def test_less_memory_takes_a_larger_batch_and_fewer_devices():
-    options = {"memory": "700MiB", "multiple": 4096, "most": 16384}
+    options = {"memory": "700MiB", "multiple": 4096, "most": 16384, "time_limit": 5}
     kept = autoshard.largest_batch(step, WEIGHTS, X, **options, **GIVEN)
     again = autoshard.largest_batch(step, WEIGHTS, X, remat="auto", **options, **GIVEN)
     assert again.rows > kept.rows
@@ -72,7 +75,7 @@ def test_each_variant_is_formulated_once(monkeypatch):
     counted = type(TracedStep.__dict__["formulation"])(lambda self: made.append(self.program) or honest(self))
     counted.__set_name__(TracedStep, "formulation")
     monkeypatch.setattr(TracedStep, "formulation", counted)
-    autoshard.frontier(step, WEIGHTS, X, points=3, remat="auto", **SLOW)
+    autoshard.frontier(step, WEIGHTS, X, points=3, remat="auto", time_limit=10, **SLOW)
     assert len(made) == len({id(program) for program in made}) >= 2
 
 

@@ -54,11 +54,11 @@ def as_predicted(monkeypatch):
         monkeypatch.setattr(module, "compiled", compiled)
 
 
-needs_hosts = pytest.mark.usefixtures("as_predicted")
+needs_hosts = pytest.mark.usefixtures("as_predicted", "little_work")
 
 
 def decorated(machine=MACHINE, **options):
-    return autoshard(step, mesh=MESH, topology=machine, donate_argnums=0, remat="auto", time_limit=2, **options)
+    return autoshard(step, mesh=MESH, topology=machine, donate_argnums=0, remat="auto", time_limit=60, **options)
 
 
 @needs_hosts
