@@ -17,9 +17,9 @@ from autoshard.mesh.targets import target_mesh
 from autoshard.variants import open_choice
 
 LAYERS, WIDTH, ROWS = 4, 32, 64
-MESH = mesh_of({"data": 4})
+MESH = mesh_of({"data": 2})
 # Slow enough that values are worth keeping; a link to hosts that is as fast as memory.
-MACHINE = replace(topology("cpu:4", {"data": 4}), flops={"float32": 1e9}, host_bandwidth=6.5e8)
+MACHINE = replace(topology("cpu:2", {"data": 2}), flops={"float32": 1e9}, host_bandwidth=6.5e8)
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 WEIGHTS = {
     name: np.random.default_rng(seed).standard_normal((LAYERS, *shape)).astype(np.float32) / 8
