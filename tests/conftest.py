@@ -10,6 +10,7 @@ import pytest
 
 from autoshard import planning
 from autoshard.batching import boundary
+from autoshard.solver.runtime import budget
 
 collect_ignore = ["many_processes.py"]  # a program, which tests start
 
@@ -42,6 +43,15 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish():
     """pytest looks for garbage five times over as it ends, and Python once more: in millions of objects by then."""
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def little_work():
+    """Searches do a tenth of the work that their time limits allow. The clock, which a busy machine runs into, gives
+    them all of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budget, "QUIET_SHARE", budget.QUIET_SHARE / 10)
+        yield
 
 
 @pytest.fixture

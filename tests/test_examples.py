@@ -13,10 +13,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 RUNS = [  # command line, a pattern for each promised piece of output
     (
-        "train_gpt.py --steps 3 --layers 1 --width 64 --context 32 --mesh 2x4 --memory 2MiB",
+        "train_gpt.py --steps 3 --layers 1 --width 64 --context 32 --mesh 8 --memory 2MiB",
         [
             r"1\.\d MiB of 2\.0 MiB per device",
-            r"all_reduce +data, model",
+            r"all_reduce +data ",
             r"│ 3 +│ \d\.\d+",
             r"difference between the two: (\d\.\de-0[5-9]|0\.0e\+00)",
             r"model writes",

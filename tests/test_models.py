@@ -5,15 +5,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from models import MODELS, MORE_MODELS, gpt
+from oracles import SMALL
+from sweeps import some
 
 CASES = {
+    **{f"small {name}": make for name, make in SMALL.items()},
     **MODELS,
     **MORE_MODELS,
     "gpt scan": lambda: gpt.make(scan=True),
     "gpt remat": lambda: gpt.make(remat=True),
 }
-SLOW = {*MORE_MODELS, "gpt remat"}
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+NAMES = some(CASES, "small cnn", "small gpt", "small lstm", "small tied", "mlp", "moe")
 
 
 def run(model, steps, place=lambda batch: batch):

@@ -57,7 +57,7 @@ DRAWN = given(programs(), st.sampled_from(MESHES), st.sampled_from(MACHINES))
 DRAWN_STEPS = given(steps(sizes=(8, 16, 32, 64)), st.sampled_from(MESHES), st.sampled_from(MACHINES))
 
 
-@settings(max_examples=12, **SETTINGS)
+@settings(max_examples=5, **SETTINGS)
 @DRAWN
 def test_random_programs(program, mesh, machine):
     check_program(program, mesh, machine)

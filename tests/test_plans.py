@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import SMALL, TEXTBOOK, adjusted, mesh_of, slow_chips
+from sweeps import some
 
 import autoshard
 from autoshard import Link, Plan, PlanError, Topology, options
@@ -35,7 +36,7 @@ def planned():
     return get
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("name", some(["mlp", "cnn"], "mlp"))
 def test_shardings_go_into_jit_and_device_put(planned, name):
     model, _, plan = planned(name)
     arguments = model.state, model.batches(0)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from oracles import SMALL, mesh_of
+from sweeps import some
 
 import autoshard
 from autoshard.program import Program, Value, trace
@@ -56,7 +57,7 @@ def count(program: Program) -> Counter:
     return Counter(equation.primitive for equation in program.equations)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some(SMALL, "cnn", "gpt remat", "mlp", "moe", "tied"))
 def test_every_model_is_well_formed(name):
     model = SMALL[name]()
     program = traced(model.step, model.state, model.batches(0), donate_argnums=0)

@@ -8,6 +8,7 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sweeps import spread
 
 import autoshard
 from autoshard.jaxprs import said
@@ -39,7 +40,7 @@ def abstract(workload):
     return _ABSTRACT[id(workload)]
 
 
-@pytest.mark.parametrize("workload", ALL_OF_THEM, ids=lambda workload: workload.family)
+@pytest.mark.parametrize("workload", spread(ALL_OF_THEM, 2), ids=lambda workload: workload.family)
 def test_every_sharding_splits_evenly_and_every_row_of_the_table_something(workload):
     _, state, batch = abstract(workload)
     for mesh in MESHES:

@@ -13,6 +13,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips
+from sweeps import spread
 
 import autoshard
 from autoshard import MeshError
@@ -72,8 +73,10 @@ def total(results):
     return sum(map(jnp.sum, jax.tree.leaves(results)))
 
 
-@pytest.mark.parametrize("fn", [loss, step], ids=lambda fn: fn.__name__)
-@pytest.mark.parametrize("name", TRANSFORMED)
+TRANSFORMED_OF = [*((name, loss) for name in TRANSFORMED), *((name, step) for name in TRANSFORMED)]
+
+
+@pytest.mark.parametrize("name, fn", spread(TRANSFORMED_OF, 2), ids=lambda one: getattr(one, "__name__", one))
 def test_transformations_of_the_decorated_function(name, fn):
     transform = TRANSFORMED[name]
     assert_same(transform(sharded(fn))(W, X), transform(jax.jit(fn))(W, X))

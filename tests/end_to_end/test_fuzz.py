@@ -80,7 +80,7 @@ DRAWN_STEPS = given(on_odd_meshes(steps), st.sampled_from(sorted(MACHINES)), st.
 SETTINGS = {"derandomize": True, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=8, **SETTINGS)
+@settings(max_examples=4, **SETTINGS)
 @DRAWN
 def test_random_programs(program, mesh_shape, machine, seed):
     check(program, mesh_shape, machine, seed)
@@ -93,7 +93,7 @@ def test_many_random_programs(program, mesh_shape, machine, seed):
     check(program, mesh_shape, machine, seed)
 
 
-@settings(max_examples=4, **SETTINGS)
+@settings(max_examples=2, **SETTINGS)
 @DRAWN_ODD
 def test_random_programs_on_odd_meshes(drawn, machine, seed):
     check(*drawn, machine, seed)
@@ -183,7 +183,7 @@ KNOWN = dict.fromkeys(
 
 
 def marks(position, name):
-    slow = () if position % 24 == 0 else (pytest.mark.slow,)
+    slow = () if position % 48 == 0 else (pytest.mark.slow,)
     return (*slow, pytest.mark.xfail(reason=KNOWN[name], strict=True)) if name in KNOWN else slow
 
 

@@ -21,8 +21,11 @@ MESH = AbstractMesh((8,), ("data",))
 GIVEN = {"mesh": MESH, "topology": "v5e:2x4", "donate_argnums": 0}
 
 
+pytestmark = pytest.mark.usefixtures("little_work")
+
+
 @pytest.fixture(scope="module")
-def found():
+def found(little_work):
     return autoshard.frontier(MODEL.step, STATE, BATCH, points=4, **GIVEN)
 
 

@@ -33,8 +33,11 @@ def step(weights, x):
     return jax.tree.map(lambda w, g: w - (0.1 * g).astype(w.dtype), weights, gradients), value
 
 
+pytestmark = pytest.mark.usefixtures("little_work")
+
+
 @pytest.fixture(scope="module")
-def found():
+def found(little_work):
     return autoshard.frontier(step, WEIGHTS, X, points=4, remat="auto", **SLOW)
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from oracles import SMALL
 from programs import f32, grouped, model_program, traced
+from sweeps import some
 
 from autoshard.model import grouping as module
 from autoshard.model.grouping import groups_of
@@ -235,7 +236,7 @@ def _handed_on(group: Group, groups: list[Group], results: set[int]) -> int | No
 SMALL_STEPS = {name: lambda fn=fn, args=args: trace(fn, tuple(args), {}) for name, (fn, args, _) in TABLE.items()}
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some(SMALL, "cnn", "gpt remat", "mlp", "moe", "tied"))
 def test_groups_of_models(name):
     program = model_program(name)
     groups = groups_of(program, rules_for(program))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import f32, formulated, round_topology
+from sweeps import some
 
 from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
 from autoshard.solver import Problem, solve
@@ -18,6 +19,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "instances"
 PAGE = (FOLDER / "README.md").read_text()
 ROW = r"^\| (\S+\.json\.gz) \|.*?\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (.*) \|$"
 ROWS = re.findall(ROW, PAGE, re.M)
+LARGEST = "moe-slices-tight.json.gz"
 
 
 def step(weights, x):
@@ -44,7 +46,9 @@ def test_the_page_lists_the_files():
     assert sorted(name for name, *_ in ROWS) == sorted(path.name for path in FOLDER.glob("*.json*"))
 
 
-@pytest.mark.parametrize("name, nodes, options, edges, limit, cost, bound", ROWS, ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize(
+    "name, nodes, options, edges, limit, cost, bound", some(ROWS, *(row for row in ROWS if row[0] != LARGEST))
+)
 def test_what_the_page_says(name, nodes, options, edges, limit, cost, bound):
     problem = Problem.read(FOLDER / name)
     sizes = len(problem.costs), sum(map(len, problem.costs)), len(problem.edges), problem.limit
@@ -60,7 +64,10 @@ def test_the_smallest_is_solved_as_the_page_says():
     assert (solution.status, f"{solution.cost:.0f}", bound) == ("optimal", cost, "the same")
 
 
-@pytest.mark.parametrize("name", ["gpt-scan-remat-gpu", "lstm-tpu", "moe-tpu-tight", "unet-gpu", "vit-gpu-tight"])
+WITHIN = ["gpt-scan-remat-gpu", "lstm-tpu", "moe-tpu-tight", "unet-gpu", "vit-gpu-tight"]
+
+
+@pytest.mark.parametrize("name", some(WITHIN, *(name for name in WITHIN if name != "moe-tpu-tight")))
 def test_the_planner_is_within_a_percent_of_what_the_page_says(name):
     cost, bound = next((float(row[5]), row[6]) for row in ROWS if row[0] == f"{name}.json.gz")
     solution = solve_for_plan(Problem.read(FOLDER / f"{name}.json.gz"))

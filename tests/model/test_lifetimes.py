@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from oracles import SMALL
 from programs import f32, model_program, traced
+from sweeps import some
 
 from autoshard.model import lifetimes
 from autoshard.model.grouping import groups_of
@@ -242,7 +243,7 @@ def assert_copied(program: Program, groups: list[Group], copied: set[int]) -> No
     assert copied == expected
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some(SMALL, "cnn", "gpt remat", "mlp", "moe", "tied"))
 def test_donated_arguments_of_models(name):
     program = model_program(name)
     groups = groups_of(program, rules_for(program))
@@ -334,7 +335,7 @@ def assert_held(groups: list[Group]) -> None:
                 assert start <= group.point or late
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some(SMALL, "cnn", "gpt remat", "mlp", "moe", "tied"))
 def test_reads_of_models(name):
     program = model_program(name)
     assert_held(groups_of(program, rules_for(program)))

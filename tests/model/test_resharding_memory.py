@@ -146,12 +146,15 @@ def choices_of(seed: int) -> list[tuple[float, int]]:
     return all_choices(few_options(seed, 1e9))
 
 
+LIMITS = 5
+
+
 def times_the_best(seed: int) -> list[float]:
     """At limits from tight to roomy: what is found costs, in terms of the cheapest choice that fits."""
     every = choices_of(seed)
     peaks = [peak for _, peak in every]
     shares = []
-    for limit in np.geomspace(1.001 * min(peaks), max(peaks), 10):
+    for limit in np.geomspace(1.001 * min(peaks), max(peaks), LIMITS):
         best = min(cost for cost, peak in every if peak <= limit)
         try:
             shares.append(solve_within(few_options(seed, limit / CPU.usable), 10.0).cost / best)

@@ -75,7 +75,7 @@ CALLS = functools.cache(lambda dtype: calls_of(*arrays_of(dtype), LOADS["even"])
 @pytest.mark.parametrize(
     ("shape", "roles", "dtype"),
     [
-        ({"x": 8}, {"experts": ("x",)}, jnp.float32),
+        pytest.param({"x": 8}, {"experts": ("x",)}, jnp.float32, marks=pytest.mark.slow),
         ({"x": 2, "y": 2, "z": 2}, {"experts": ("x", "z"), "data": ("y",)}, jnp.float32),
         ({"x": 4, "y": 2}, {"experts": ("x", "y")}, jnp.bfloat16),
         pytest.param({"x": 2, "y": 2, "z": 2}, {"experts": ("z",)}, jnp.bfloat16, marks=pytest.mark.slow),

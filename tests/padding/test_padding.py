@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from sweeps import some
 
 import autoshard
 from autoshard.padding import operations
@@ -109,9 +110,10 @@ REDUCTIONS = [
     *((dtype, f"{ORDERED} {NUMBERS}") for dtype in FLOATS),
     ("complex64", f"reduce_max reduce_min {NUMBERS}"),
 ]
+LIKE_OTHERS = ("uint8", "int32", "float16")
 
 
-@pytest.mark.parametrize("dtype, names", REDUCTIONS, ids=[dtype for dtype, _ in REDUCTIONS])
+@pytest.mark.parametrize("dtype, names", some(REDUCTIONS, *(row for row in REDUCTIONS if row[0] not in LIKE_OTHERS)))
 def test_added_rows_count_for_nothing_in_any_reduction(dtype, names):
     def step(x):
         of = {name: (0, np.int32) if name.startswith("arg") else ((0,),) for name in names.split()}

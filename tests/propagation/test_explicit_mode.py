@@ -14,6 +14,7 @@ import shardy
 from cases import CASES
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sweeps import by_primitive
 
 from autoshard.layout import layout_of
 from autoshard.program import trace
@@ -167,9 +168,9 @@ def check(name, found):
             assert all(their[: len(our)] == our for their, our in dims), said
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_as_explicit_mode(name):
-    check(name, compared_of(name))
+@pytest.mark.parametrize("case", by_primitive(NAMED.values()))
+def test_as_explicit_mode(case):
+    check(case.name, compared_of(case.name))
 
 
 LIKE_SHARDY = (IN_FEWER | IN_MORE) & NAMED.keys() - {name for names in UNLIKE_SHARDY.values() for name in names}

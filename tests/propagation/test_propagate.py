@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from models import MODELS, MORE_MODELS
 from oracles import SMALL, mesh_of
+from sweeps import some
 
 import autoshard
 from autoshard.layout import axes_of
@@ -273,7 +274,7 @@ def test_train_steps_as_shardy(name):
 
 
 @pytest.mark.parametrize("state_too", [False, True])
-@pytest.mark.parametrize("model_name", MORE_MODELS)
+@pytest.mark.parametrize("model_name", some(MORE_MODELS, "gnn", "llama", "mixtral", "rnn"))
 def test_more_train_steps_as_shardy(model_name, state_too):
     """Data parallel; and with the state split as well, each array over its last dim that y divides."""
     traced = traced_model("more", model_name)
@@ -282,7 +283,7 @@ def test_more_train_steps_as_shardy(model_name, state_too):
     check_step(traced, specs + [P("x") if np.ndim(x) else None for x in batch])
 
 
-@pytest.mark.parametrize("name", ["gpt scan", "gpt remat", "lstm"])
+@pytest.mark.parametrize("name", some(["gpt scan", "gpt remat", "lstm"], "gpt remat", "lstm"))
 def test_loops_under_fsdp_as_shardy(name):
     """Batch and weights want the same axes: who comes first at the carry of a loop decides for all that is inside."""
     traced, axes = traced_model("small", name), tuple(MESH)
@@ -323,7 +324,7 @@ def test_any_specs_as_shardy(model_name, seed):
     check_step(traced, random_specs(shapes, np.random.default_rng(seed)))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", some([30, 300], 30))
 def test_random_programs_as_shardy(count):
     totals = Counter()
 

@@ -17,6 +17,7 @@ import pytest
 import shardy
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
+from sweeps import by_primitive
 
 from autoshard.program import trace
 from autoshard.propagation import Rule, propagate_layouts, registry, rules_for
@@ -112,7 +113,7 @@ def differences(case: cases.Case) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error::autoshard.propagation.UnknownPrimitiveWarning")
-@pytest.mark.parametrize("case", [case for case in ASKED if not unlike(case)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_primitive(case for case in ASKED if not unlike(case)))
 def test_as_shardy(case):
     found = differences(case)
     assert not found, "\n".join(found)

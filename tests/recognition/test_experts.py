@@ -152,7 +152,7 @@ def counts_of(jaxpr: Any) -> tuple[int, int]:
     return found[0], found[1]
 
 
-SLOW = {"counted", "by_operation", "two layers", "layers"}
+SLOW = {"counted", "by_operation", "two layers", "layers", "of_one", "with_biases"}
 
 
 @pytest.mark.parametrize(

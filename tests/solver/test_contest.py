@@ -289,7 +289,7 @@ def places(content: Any) -> list[Callable[[Any], None]]:
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_value_anywhere(tmp_path_factory, data):
     """Nothing but a SolverError is raised, and the two ways of reading a table agree."""

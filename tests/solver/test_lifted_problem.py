@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sweeps import spread
 
 from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.method import Method
@@ -82,7 +83,7 @@ def bounds(relaxation: Relaxation) -> list[float]:
 
 
 @pytest.mark.parametrize("far", [1, 2, 3, 8])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", spread(range(12), 3))
 def test_no_choice_costs_less(seed, far, monkeypatch):
     monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", far)
     for problem in (chain(24, seed), comb(seed), row(seed)):
@@ -99,7 +100,7 @@ def test_what_lies_beyond_sight_is_not_forgotten(nodes):
 
 
 @pytest.mark.parametrize("far", [1, 2])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", spread(range(40), 4))
 def test_what_is_left_out_at_one_end_is_at_the_other(seed, far, monkeypatch):
     """Some nodes of a kind would otherwise get a message that others, whose edge was left out, do not."""
     monkeypatch.setattr("autoshard.solver.symmetry.lifted_problem.LIFTED_RADIUS", far)

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from problems import answer, answer_of_every_choice, assert_same, random_problem
+from problems import answer, answer_of_every_choice, assert_same, random_problem, some_of
 
 from autoshard.errors import SolverError
 from autoshard.solver import Problem
@@ -37,8 +37,9 @@ def assert_sound(seeds: range, **size: int) -> None:
             assert_same(got, expected)
 
 
-def test_small_problems():
-    assert_sound(range(2000))
+@pytest.mark.parametrize("seeds", some_of(range(2000), 700))
+def test_small_problems(seeds):
+    assert_sound(seeds)
 
 
 def test_larger_problems():
