@@ -27,19 +27,20 @@ def local_lookup(
     """
     array, starts = shards
     numbers, mode = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
-    indexed = numbers.start_index_map
-    starts = starts.astype(jnp.int64 if starts.dtype.itemsize == 8 else jnp.int32)
+    indexed, fills = numbers.start_index_map, mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     extents = [array.shape[dim] for dim in indexed]
     pieces = [math.prod(map(jax.lax.axis_size, axes[dim])) for dim in indexed]
     shard_of = [jax.lax.axis_index(tuple(axes[dim])) if axes[dim] else 0 for dim in indexed]
+    limits = [size * count - sizes[dim] for dim, size, count in zip(indexed, extents, pieces, strict=True)]
+    if mode == jax.lax.GatherScatterMode.CLIP:
+        most = jnp.iinfo(starts.dtype).max
+        starts = jnp.clip(starts, 0, jnp.array([min(limit, most) for limit in limits], starts.dtype))
+    starts = starts.astype(jnp.int64 if starts.dtype.itemsize == 8 else jnp.int32)
 
     def positions(numbers: Sequence[Any]) -> jax.Array:
         return jnp.stack([jnp.asarray(number, starts.dtype) for number in numbers])
 
-    last = positions([size * count - sizes[dim] for dim, size, count in zip(indexed, extents, pieces, strict=True)])
-    fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
-    if mode == jax.lax.GatherScatterMode.CLIP:
-        starts = jnp.clip(starts, 0, last)
+    last = positions(limits)
     first = positions([size * shard for size, shard in zip(extents, shard_of, strict=True)])
     is_here = ((starts >= first) & (starts < first + positions(extents)) & (starts <= last)).all(axis=-1)
     if fills:  # the devices with the first shard fill what is out of bounds

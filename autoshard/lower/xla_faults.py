@@ -59,23 +59,21 @@ def _beside_idle_update(eqn: Any, array: Any, indices: Any, update: Any) -> jax.
     read that. XLA for CPU does so on each device. If the shard is sliced out of a larger array, it makes one slice of
     both and forgets the edge of the shard: it writes back an element of another one. It makes nothing of two updates.
     """
-    numbers, clip = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.CLIP
-    indices = indices.astype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)  # where -1 is out of bounds
-    if jax.lax.GatherScatterMode.from_any(eqn.params["mode"]) == clip:
+    numbers, mode = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
+    if mode == jax.lax.GatherScatterMode.CLIP:
         apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
         windows = iter(numbers.update_window_dims)
         sizes = [1 if dim in apart else update.shape[next(windows)] for dim in range(array.ndim)]
         last = [array.shape[dim] - sizes[dim] for dim in numbers.scatter_dims_to_operand_dims]
-        indices = jnp.clip(indices, 0, jnp.array(last, indices.dtype))
+        most = jnp.iinfo(indices.dtype).max
+        indices = jnp.clip(indices, 0, jnp.array([min(one, most) for one in last], indices.dtype))
+    indices = indices.astype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)  # where -1 is out of bounds
     behind = numbers._replace(
         update_window_dims=tuple(dim + 1 for dim in numbers.update_window_dims),
         scatter_indices_batching_dims=tuple(dim + 1 for dim in numbers.scatter_indices_batching_dims),
     )
-    both = {
-        "dimension_numbers": behind,
-        "indices_are_sorted": False,
-        "mode": jax.lax.GatherScatterMode.FILL_OR_DROP,
-    }
+    dropping = jax.lax.GatherScatterMode.FILL_OR_DROP
+    both = {"dimension_numbers": behind, "indices_are_sorted": False, "mode": dropping}
     params = eqn.primitive.get_bind_params({**eqn.params, **both})
     pairs = jnp.stack([indices, jnp.full_like(indices, -1)]), jnp.stack([update, update])
     return eqn.primitive.bind(array, *pairs, **params)
