@@ -192,8 +192,8 @@ PRIMITIVES: dict[str, Facts] = {
     **_rows("stencil", Work.NONE, is_loop=True),
     **_rows("conv_general_dilated", Work.CONTRACTION),
     **_rows(
-        """reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter
-        select_and_scatter_add""",
+        "reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter",
         Work.WINDOW,
     ),
+    **_rows("select_and_scatter_add", Work.WINDOW, runs_on_shards=True),  # of float16 on CPU
 }

@@ -48,7 +48,7 @@ def with_halos(
 def without_halos(array: jax.Array, rule: Rule, axes: Mapping[str, tuple[str, ...]]) -> jax.Array:
     """The rows of a result that are the device's own, if the result has a row for each that was read of its array."""
     config = [(0, 0, 0)] * array.ndim
-    for rows in rule.reaches[0].halos:
+    for rows in rule.reaches[0].halos if rule.reaches else ():
         if axes.get(rows.factor, ()):
             config[rows.dim] = -rows.before, -rows.after, 0
     return jax.lax.pad(array, jnp.zeros((), array.dtype), config)

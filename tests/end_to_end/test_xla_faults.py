@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips
 from sweeps import some
 
-from autoshard import ConflictError, autoshard
+from autoshard import ConflictError, autoshard, plan
 from autoshard.lower.on_shards import _halved
 
 PAGE = Path(__file__).parents[2] / "docs" / "xla_faults.md"
@@ -199,6 +199,17 @@ def test_transforms_gather_no_batch():
     step = autoshard(lambda x: jnp.fft.fft(x.transpose(0, 2, 1)), mesh=mesh, topology=slow_chips(mesh.shape))
     assert step.plan(x).in_shardings[0].spec != P()
     assert not step.plan(x).verify().actual
+
+
+def test_gradients_of_pools_gather_no_batch():
+    def pooled(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2), (1, 1, 1), "VALID").astype(jnp.float32).sum()
+
+    mesh, x = devices("x=8"), normal(4096, 4, 6).astype(jnp.float16)
+    made = plan(jax.grad(pooled), x, mesh=mesh, topology=slow_chips(mesh.shape))
+    assert made.in_shardings[0].spec != P()
+    found = made.verify()
+    assert not found.actual and found.predicted_peak > 0.8 * found.actual_peak
 
 
 @pytest.mark.parametrize("dims", ["x y", "y x"])

@@ -166,15 +166,16 @@ def test_repeated_operands(case):
     assert [use.value.name for group in groups for use in repeats(group)] == expected
 
 
-def test_scratch_of_max_pooling():
-    """An index per dim, and the values."""
+@pytest.mark.parametrize("dtype, copies", [("float32", 5), ("bfloat16", 16)])
+def test_scratch_of_max_pooling(dtype, copies):
+    """An index of 32 bits per dim, and the values, which are widened."""
 
     def pooled(x):
         return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum()
 
-    _, groups = grouping(jax.grad(pooled), f32(2, 8, 8, 3))
+    _, groups = grouping(jax.grad(pooled), jax.ShapeDtypeStruct((2, 8, 8, 3), dtype))
     scratch = {group.equations[0].primitive: scratch_copies(group) for group in groups}
-    assert scratch.pop("select_and_scatter_add") == 5
+    assert scratch.pop("select_and_scatter_add") == copies
     assert not any(scratch.values())
 
 

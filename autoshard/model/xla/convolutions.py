@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import Group, Use, reads_images
-from autoshard.program import Equation, Program
+from autoshard.program import Equation, Program, dtype_name
 
 _IMAGES = 8  # that lie together in a tile
 ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
@@ -109,8 +109,13 @@ def scratch_copies(group: Group) -> int:
     """How many times its result a group takes beside its operands and results, while it runs.
 
     XLA's CPU backend turns `select_and_scatter_add`, the gradient of max-pooling, into a reduce_window that carries an
-    index per dim, and a scatter.
+    index of 32 bits per dim, and a scatter. Narrower numbers are widened beside that.
     """
-    if group.equations[0].primitive == "select_and_scatter_add":
-        return len(group.outputs[0].value.shape) + 1
-    return 0
+    made = group.outputs[0].value if group.outputs else None
+    if made is None or group.equations[0].primitive != "select_and_scatter_add":
+        return 0
+    widens = max(1, 4 // made.itemsize)
+    return (len(made.shape) + 1 + _WIDENED_POOLS.get(dtype_name(made.dtype), 0)) * widens
+
+
+_WIDENED_POOLS = {"float16": 1, "bfloat16": 3}  # results of 32 bits; by programs compiled for 8 devices
