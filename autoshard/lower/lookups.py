@@ -32,10 +32,7 @@ def local_lookup(
     pieces = [math.prod(map(jax.lax.axis_size, axes[dim])) for dim in indexed]
     shard_of = [jax.lax.axis_index(tuple(axes[dim])) if axes[dim] else 0 for dim in indexed]
     limits = [size * count - sizes[dim] for dim, size, count in zip(indexed, extents, pieces, strict=True)]
-    if mode == jax.lax.GatherScatterMode.CLIP:
-        most = jnp.iinfo(starts.dtype).max
-        starts = jnp.clip(starts, 0, jnp.array([min(limit, most) for limit in limits], starts.dtype))
-    starts = starts.astype(jnp.int64 if starts.dtype.itemsize == 8 else jnp.int32)
+    starts = signed_positions(starts, limits, mode)
 
     def positions(numbers: Sequence[Any]) -> jax.Array:
         return jnp.stack([jnp.asarray(number, starts.dtype) for number in numbers])
@@ -52,3 +49,17 @@ def local_lookup(
     }
     rows = eqn.primitive.bind(array, starts - first, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return jnp.where(jnp.expand_dims(is_here, numbers.offset_dims), rows, jnp.zeros((), rows.dtype))
+
+
+def signed_positions(indices: jax.Array, last: Sequence[int], mode: jax.lax.GatherScatterMode) -> jax.Array:
+    """The positions of a gather or scatter in a type in which -1 is out of bounds, clipped where its mode says so.
+
+    Args:
+        indices: of any integer type; what is clipped is clipped in this one.
+        last: the last position that is within bounds, per indexed dim.
+        mode: of the gather or scatter.
+    """
+    if mode == jax.lax.GatherScatterMode.CLIP:
+        most = jnp.iinfo(indices.dtype).max
+        indices = jnp.clip(indices, 0, jnp.array([min(one, most) for one in last], indices.dtype))
+    return indices.astype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)

@@ -1,6 +1,6 @@
 """An equation and its operands in, those with which XLA's partitioner computes the same: see docs/xla_faults.md.
 
-This file knows JAX alone: exported code has it, too.
+This file knows JAX and `lookups.py` alone: exported code has both, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from autoshard.lower.lookups import signed_positions
 
 
 def safely_split(
@@ -60,14 +62,11 @@ def _beside_idle_update(eqn: Any, array: Any, indices: Any, update: Any) -> jax.
     both and forgets the edge of the shard: it writes back an element of another one. It makes nothing of two updates.
     """
     numbers, mode = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
-    if mode == jax.lax.GatherScatterMode.CLIP:
-        apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-        windows = iter(numbers.update_window_dims)
-        sizes = [1 if dim in apart else update.shape[next(windows)] for dim in range(array.ndim)]
-        last = [array.shape[dim] - sizes[dim] for dim in numbers.scatter_dims_to_operand_dims]
-        most = jnp.iinfo(indices.dtype).max
-        indices = jnp.clip(indices, 0, jnp.array([min(one, most) for one in last], indices.dtype))
-    indices = indices.astype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)  # where -1 is out of bounds
+    apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    windows = iter(numbers.update_window_dims)
+    sizes = [1 if dim in apart else update.shape[next(windows)] for dim in range(array.ndim)]
+    last = [array.shape[dim] - sizes[dim] for dim in numbers.scatter_dims_to_operand_dims]
+    indices = signed_positions(indices, last, mode)
     behind = numbers._replace(
         update_window_dims=tuple(dim + 1 for dim in numbers.update_window_dims),
         scatter_indices_batching_dims=tuple(dim + 1 for dim in numbers.scatter_indices_batching_dims),
