@@ -6,6 +6,11 @@ A message says what is wrong, where (the user's line and parameter path), the nu
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
 
 class AutoshardError(Exception):
     """Base of every error autoshard raises on purpose."""
@@ -32,12 +37,66 @@ class MissingPackageError(AutoshardError, ImportError):
 
 
 class MemoryLimitError(AutoshardError):
-    """No sharding fits. Carries the budget and the smallest one that would do, in bytes per device."""
+    """No sharding fits. Carries the budget and the smallest one that would do, in bytes per device.
 
-    def __init__(self, message: str, *, budget: float, needed: float):
-        super().__init__(message)
-        self.budget = budget
-        self.needed = needed
+    That nothing fits may be known long before the smallest one that would do: it is sought once `needed` or the message
+    is asked for.
+    """
+
+    def __init__(
+        self,
+        message: str | Callable[[float], str],
+        *,
+        budget: float,
+        needed: float | Callable[[], float],
+        least: float = 0.0,
+    ):
+        """
+        Args:
+            message: or what makes it of `needed`.
+            needed: or what finds it; inf where it is not found in time.
+            least: bytes per device: it is proven that no smaller budget would do.
+        """
+        super().__init__(*[message] if isinstance(message, str) else [])
+        self.budget, self.least = budget, least
+        self._message, self._needed = message, needed
+
+    @property
+    def needed(self) -> float:
+        """The smallest budget found that would do, in bytes per device; inf if none was found in time."""
+        if callable(self._needed):
+            self._needed = self._needed()
+        return self._needed
+
+    def __str__(self) -> str:
+        if callable(self._message):
+            self._message = self._message(self.needed)
+            self.args = (self._message,)
+        return self._message
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _memory_limit_error, (str(self), self.budget, self.needed, self.least)
+
+
+def _memory_limit_error(message: str, budget: float, needed: float, least: float) -> MemoryLimitError:
+    return MemoryLimitError(message, budget=budget, needed=needed, least=least)
+
+
+def of_least_need(errors: Sequence[MemoryLimitError], until: float = math.inf) -> MemoryLimitError:
+    """The error that names the smallest budget. What others need is not sought where that is known to be more.
+
+    Args:
+        until: when the search for more of them ends, as `time.monotonic` has it.
+    """
+    first, *others = sorted(errors, key=lambda error: error.least)
+    for other in others:
+        if other.least >= first.needed or time.monotonic() > until:
+            break
+        first = min(first, other, key=lambda error: error.needed)
+    return first
 
 
 class SolverError(AutoshardError):

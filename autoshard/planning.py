@@ -137,7 +137,8 @@ def _leaner(
         try:
             made = _solved(program, rules, replace(options, memory=memory, refine=1), jit_keywords)
         except MemoryLimitError as error:
-            memory = error.needed
+            if math.isinf(memory := error.needed):
+                return None
         except SolverError:
             return None
         else:
@@ -353,10 +354,10 @@ def _solved_in_reserve(
     try:
         return _solved(program, rules, options, jit_keywords)
     except MemoryLimitError as error:
-        target = error.needed * options.backend.usable
-        if not isinstance(options.mesh, Mesh) or target > options.memory:
+        most = options.memory / options.backend.usable
+        if not isinstance(options.mesh, Mesh) or error.least > most or error.needed > most:
             raise
-        made = _leaner(program, rules, options, jit_keywords, target)
+        made = _leaner(program, rules, options, jit_keywords, error.needed * options.backend.usable)
         if made is None:
             raise
     share, limit = options.backend.usable, bytes_text(options.memory)

@@ -327,7 +327,8 @@ def undocumented(module: str, names: Iterable[str]) -> list[str]:
     return [name for name, value in found.items() if not has_docstring(name, value)]
 
 
-ERRORS = [name for name, value in vars(autoshard.errors).items() if isinstance(value, type)]
+TYPES = {name: value for name, value in vars(autoshard.errors).items() if isinstance(value, type)}
+ERRORS = [name for name, value in TYPES.items() if issubclass(value, Exception)]
 PUBLIC = [("autoshard", autoshard.__all__)]
 PUBLIC += [
     (room.__name__, [name for name in room.__all__ if name.upper() != name])

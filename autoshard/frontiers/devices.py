@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
+from autoshard.errors import ArgumentError, MemoryLimitError, SolverError, of_least_need
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.chips import CHIPS
 from autoshard.options import half_of_time, is_whole_number
@@ -73,7 +73,7 @@ def fewest_devices(
             SolverError: none was found in time.
         """
         nonlocal until
-        refused: MemoryLimitError | None = None
+        refused: list[MemoryLimitError] = []
         late: SolverError | None = None
         found = False
         for mesh in _meshes(2**power, axes):
@@ -85,16 +85,14 @@ def fewest_devices(
             try:
                 plan = step.within(step.options.memory).plan
             except MemoryLimitError as error:
-                if refused is None or error.needed < refused.needed:
-                    refused = error
+                refused.append(error)
             except SolverError as error:
                 late = error
             else:
                 found = True
                 yield plan
-        why = late or refused
-        if why is not None and not found:
-            raise why
+        if not found and (late or refused):
+            raise late or of_least_need(refused)
 
     others = {power: fitting(power) for power in range(int(math.log2(most)) + 1)}
 

@@ -128,7 +128,7 @@ class TracedStep:
         try:
             self.solution(0.0)
         except MemoryLimitError as error:
-            return float(math.ceil(error.needed))
+            return None if math.isinf(error.needed) else float(error.needed)
         except SolverError:
             return None
         return 0.0

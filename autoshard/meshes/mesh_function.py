@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from autoshard.decorated import Parameters, Result, ShardedFunction
-from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError
+from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError, of_least_need
 from autoshard.layout import MeshShape
 from autoshard.options import Options, half_of_time
 from autoshard.processes import Group
@@ -202,7 +202,8 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
             one = PlannedMesh(dict(options.mesh.shape), predicted.step_seconds, predicted.peak_bytes)
             found = sorted([*found, (one, step)], key=lambda pair: pair[0].place)
         if not found:
-            raise min(errors, key=lambda error: error.needed if isinstance(error, MemoryLimitError) else math.inf)
+            refused = [error for error in errors if isinstance(error, MemoryLimitError)]
+            raise of_least_need(refused) if refused else errors[0]
         ranking = Ranking(tuple(one for one, _ in found), slower, untried)
         best, options = found[0][1], self._options_for(found[0][0].shape)
         fastest = self._on(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.resharding_memory import Resharding, counted
+from autoshard.model.resharding_memory import Resharding, counted, relieved
 from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Live, Problem, Solution
 from autoshard.solver.progress import Progress
@@ -41,6 +42,9 @@ LEANEST_SHARE = 0.5  # of the budget for lean choices, spent on the choice that 
 # Each limit is searched twice, for `LEAN_ITERATIONS` iterations.
 LEAN_LIMIT_FACTORS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
+PEAK_ROUNDING = 1.0  # bytes: peaks are whole ones
+PROOF_FACTOR = 1.001  # of the limit: that much less than what is proven to be held is not told from it
+ANY_GAP = 1.0  # relative; the search ends at any choice
 
 
 def solve_within(
@@ -88,21 +92,30 @@ def solve_within(
     reshardings: dict[Resharding, None] = {}
     is_small = formulation.is_limit_small
     best, floor = None, 0.0 if is_small else math.inf
+    refused: InfeasibleError | None = None
 
     def within(choice: Sequence[int]) -> bool:
         return fits(formulation.accepted_peak(choice[: len(exact.costs)]), limit)
 
     how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
     outside = _without(exact, formulation.heap.on_chip)
+    leanest = outside if is_small else exact
     if is_small:
         loosest = _without(outside, formulation.heap.buffers)  # temporaries too large for the chip may lie in results
         with contextlib.suppress(SolverError):  # the rounds say what there is
-            solution = _solved(formulation, loosest, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
+            try:
+                solution = _solved(formulation, loosest, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
+            except InfeasibleError as error:
+                if not fits(least := _least_peak(formulation, loosest, error.least, budget), limit):
+                    refused = _refusal(formulation, leanest, least, budget)
+                raise
             floor = solution.bound
             if not (within(solution.choice) or budget.interrupted or len(loosest.lives) == len(outside.lives)):
                 solution = _solved(formulation, outside, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
             if within(solution.choice):
                 return with_bound(solution, floor)
+        if refused is not None:
+            raise refused
         if budget.interrupted:
             raise KeyboardInterrupt
     for i in range(MAX_ROUNDS):
@@ -114,8 +127,12 @@ def solve_within(
             solution = _solved(formulation, problem, reshardings, part, gap=gap, **how)
         except ForbiddenError:
             raise
-        except SolverError:  # nothing fits, or nothing was found in time
-            break
+        except SolverError as error:  # nothing fits, or nothing was found in time
+            if i or is_small or not isinstance(error, InfeasibleError):
+                break
+            if fits(least := _least_peak(formulation, exact, error.least - spared, budget), limit):
+                break
+            raise _refusal(formulation, leanest, least, budget) from None
         if not i:
             bound = min(solution.bound, floor)  # with more counted, it may be that of more than is held
         if within(solution.choice):
@@ -138,7 +155,6 @@ def solve_within(
             return best
         budget.needs_choice = False
     needed, free = math.inf, 0.0
-    leanest = outside if is_small else exact
     try:
         for solution, peak in _lean_solutions(formulation, leanest, budget, time_limit, progress):
             if needed == math.inf:
@@ -223,6 +239,51 @@ def _solved(
     counting = counted(problem, reshardings, formulation.prices, at_least=at_least)
     solution = solve_for_plan(counting, time_limit=budget.seconds, budget=budget, **limits)
     return replace(solution, choice=solution.choice[: len(problem.costs)])
+
+
+def _least_peak(formulation: Formulation, problem: Problem, least: float, budget: Budget) -> float:
+    """Bytes below which no choice has its peak, whatever reshardings free, as far as that is proven; 0 if nothing is.
+
+    Args:
+        problem: it counts no more than is held, but for what reshardings free.
+        least: bytes: it is proven that its lives hold no less.
+        budget: whose clock ends the search for a proof. Its work is not spent, so that what is found later stays.
+    """
+    assert formulation.problem.limit is not None, "`solve_within` has asked for it"
+    low = relieved(problem, formulation.reshardings, formulation.groups, formulation.prices)
+    if low is problem:
+        return least - PEAK_ROUNDING
+    own = replace(budget.part(ROUND_SHARE), whole=None)
+    limit = formulation.problem.limit * formulation.prices.backend.usable * PROOF_FACTOR + 2 * PEAK_ROUNDING
+    try:
+        if low is not None:
+            solve_for_plan(replace(low, limit=limit), gap=ANY_GAP, time_limit=own.seconds, budget=own)
+    except InfeasibleError as error:
+        return error.least - PEAK_ROUNDING
+    except SolverError:
+        pass
+    return 0.0
+
+
+def _refusal(formulation: Formulation, problem: Problem, least: float, budget: Budget) -> InfeasibleError:
+    """The error that no choice fits. What would do is sought once it is asked for.
+
+    Args:
+        problem: of which lean choices are sought.
+        least: bytes that no choice goes below with its peak.
+        budget: for that search, which may take as long as is left now, whenever it begins.
+    """
+    usable, given, seconds = formulation.prices.backend.usable, formulation.problem.limit, budget.seconds
+    assert given is not None, "`solve_within` has asked for it"
+
+    def needed() -> float:
+        timed = replace(budget, until=time.monotonic() + seconds)
+        try:
+            return min(peak for _, peak in _lean_solutions(formulation, problem, timed, seconds, None)) / usable
+        except SolverError:
+            return math.inf
+
+    return InfeasibleError("no choice holds so little", limit=given, needed=needed, least=least / usable)
 
 
 def _lean_solutions(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,8 @@ from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.program import Value
 from autoshard.solver.problem import Edge, Live, Problem
+
+ROUNDING = 1e-9  # relative: sums of bytes that differ by less are equal
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,22 @@ class Resharding:
         uses = uses_of(users)
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
+    def reliefs(self, earliest: Sequence[int], prices: Prices) -> Iterator[tuple[Span, np.ndarray]]:
+        """By how much less may be held than the problem counts: spans with bytes per option of who wants the value.
+
+        Args:
+            earliest: per group, the first point at which it may run last.
+        """
+        _, wants = self.wanted
+        if self.counts_wanted and (start := self.used_until(self.users, earliest)) < self.used[1]:
+            copies = [float(prices.arrays.local_bytes(self.value, want)) for want in wants]
+            yield (start, self.used[1]), HEAP_OVERHEAD * np.array(copies)
+        if self.fused:
+            lefts = dict.fromkeys(self.left[1])
+            less = [max(0.0, *(-self.extra(left, want, prices).then for left in lefts)) for want in wants]
+            if any(less):
+                yield self.used, HEAP_OVERHEAD * np.array(less)
+
     def used_at_least_until(self) -> int:
         """The point up to which a resharded copy is used, whoever of the users reads it; 0 where that is not known."""
         uses = uses_of(self.users)
@@ -214,6 +232,34 @@ def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices,
         names=tuple(names) if problem.names else (),
         checked=True,
     )
+
+
+def relieved(
+    problem: Problem, reshardings: Iterable[Resharding], groups: Sequence[Group], prices: Prices
+) -> Problem | None:
+    """The problem whose lives hold no more than a choice does that reshards these; None where that is not found.
+
+    What is resharded may be held for less long, or be smaller, than the lives say: no choice has a peak below its own
+    in this problem.
+
+    Args:
+        groups: all, by their index.
+    """
+    lives: dict[int, list[Live]] = defaultdict(list)
+    for live in problem.lives:
+        lives[live.node].append(live)
+    earliest = [group.point if group.is_recomputed else group.last_point for group in groups]
+    for resharding in reshardings:
+        node, _ = resharding.wanted
+        for (start, end), less in resharding.reliefs(earliest, prices):
+            here = (live for live in lives[node] if live.start <= start and end <= live.end)
+            if (found := next((live for live in here if (live.usage >= less * (1 - ROUNDING)).all()), None)) is None:
+                return None
+            lives[node].remove(found)
+            whole, rest = found.usage, np.maximum(0.0, found.usage - less)
+            spans = (found.start, start, whole), (start, end, rest), (end, found.end, whole)
+            lives[node] += [Live(node, *span) for span in spans if span[0] < span[1] and span[2].any()]
+    return replace(problem, lives=tuple(live for held in lives.values() for live in held), checked=True)
 
 
 class _Node(NamedTuple):

@@ -29,21 +29,26 @@ def memory_error(
         listed += "ignore_constraints=True frees them."
     if program.wishes:
         listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
-    needed = math.ceil(error.needed)
     less = untried if has_backward_pass(program.jaxpr.jaxpr) else ()
-    unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
-    more = f"memory='{math.ceil(needed / size)}{unit}'"
     limit = bytes_text(error.limit)
-    found = f"no sharding fits in {limit} per device; the smallest limit that does is"
-    if is_part:
-        found = f"no sharding was found that fits in {limit} per device; the smallest limit of those looked at is"
-    return MemoryLimitError(
-        f"{found} {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off.\n"
-        f"Largest values, before sharding:\n{listed}\n"
-        f"Try {_listed((*less, more, 'a larger mesh'))}.",
-        budget=error.limit,
-        needed=needed,
-    )
+
+    def message(needed: float) -> str:
+        if math.isinf(needed):
+            found = f"no sharding fits in {limit} per device; which limit does was not found in time"
+            more = "a longer time_limit"
+        else:
+            found = f"no sharding fits in {limit} per device; the smallest limit that does"
+            if is_part:
+                found = f"no sharding was found that fits in {limit} per device; the smallest limit of those looked at"
+            found += f" is {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off"
+            unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
+            more = f"memory='{math.ceil(needed / size)}{unit}'"
+        return f"{found}.\nLargest values, before sharding:\n{listed}\nTry {_listed((*less, more, 'a larger mesh'))}."
+
+    def needed() -> float:
+        return error.needed if math.isinf(error.needed) else math.ceil(error.needed)
+
+    return MemoryLimitError(message, budget=error.limit, needed=needed, least=error.least)
 
 
 def _listed(steps: Sequence[str]) -> str:

@@ -52,7 +52,8 @@ def infeasible_error(run: Run) -> SolverError:
     else:
         held = f"one was found that holds {needed:.0f}, at point {point}; none holds less than {found.bound:.0f}"
     message = f"no choice fits in {problem.limit:.0f} bytes; {held}"
-    return InfeasibleError(message, limit=problem.limit, needed=needed, choice=found.choice)
+    least = max(problem.limit, needed if found.is_exact else found.bound)
+    return InfeasibleError(message, limit=problem.limit, needed=needed, choice=found.choice, least=least)
 
 
 def _least_held(problem: Problem) -> tuple[int, float]:

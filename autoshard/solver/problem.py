@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -31,11 +31,31 @@ class ForbiddenError(SolverError):
 class InfeasibleError(SolverError):
     """No choice stays within the memory limit. Carries the smallest limit found that some choice meets, in bytes."""
 
-    def __init__(self, message: str, *, limit: float, needed: float, choice: tuple[int, ...] | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit: float,
+        needed: float | Callable[[], float],
+        choice: tuple[int, ...] | None = None,
+        least: float = 0.0,
+    ):
+        """
+        Args:
+            needed: or what finds it, once it is asked for; inf where it is not found in time.
+            choice: the one that needs so little, where it is known.
+            least: bytes: it is proven that no smaller limit would do.
+        """
         super().__init__(message)
-        self.limit = limit
-        self.needed = needed
-        self.choice = choice  # the one that needs so little, where it is known
+        self.limit, self.choice, self.least = limit, choice, least
+        self._needed = needed
+
+    @property
+    def needed(self) -> float:
+        """The smallest limit found that some choice meets, in bytes; inf if none was found in time."""
+        if callable(self._needed):
+            self._needed = self._needed()
+        return self._needed
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from autoshard.errors import ConflictError, MemoryLimitError, MicrobatchError
+from autoshard.errors import ConflictError, MemoryLimitError, MicrobatchError, of_least_need
 from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.solver.runtime.cutoff import CutoffReached
@@ -185,7 +185,7 @@ class _Search(Generic[Planned]):
 
     @property
     def smallest_error(self) -> MemoryLimitError:
-        return min(self.errors, key=lambda error: error.needed)
+        return of_least_need(self.errors, self.wishes.until)
 
     def may_gain(self, before: Planned | None) -> bool:
         """Whether still more microbatches may be faster: memory binds, and the last doubling has gained."""

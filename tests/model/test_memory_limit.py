@@ -137,6 +137,33 @@ def test_what_is_needed_does_not_depend_on_what_there_is():
     assert error.value.needed == pytest.approx(needed)
 
 
+def test_what_is_needed_is_sought_once_it_is_asked_for(monkeypatch):
+    """It is the same, however late: the time limit of the search begins then."""
+    needed, asked = least("one layer"), []
+    real, clock = memory_limit._lean_solutions, memory_limit.time.monotonic
+    monkeypatch.setattr(memory_limit, "_lean_solutions", lambda *args: (asked.append(args), real(*args))[1])
+    for limit in (1.0, 0.8 * needed):
+        with pytest.raises(InfeasibleError) as error:
+            solve_within(formulation_of("one layer", limit), SECONDS)
+        assert not asked and limit < error.value.least
+        with monkeypatch.context() as later:
+            later.setattr(memory_limit.time, "monotonic", lambda: clock() + 2 * SECONDS)
+            assert error.value.least <= error.value.needed == pytest.approx(needed)
+        assert error.value.needed and len(asked) == 1
+        asked.clear()
+
+
+def test_what_is_not_found_to_be_needed_is_infinite(monkeypatch):
+    with pytest.raises(InfeasibleError) as error:
+        solve_within(formulation_of("two layers", 1.0), SECONDS)
+
+    def slow(problem, **keywords):
+        raise SolverError("not found in time")
+
+    monkeypatch.setattr(memory_limit, "solve_for_plan", slow)
+    assert error.value.needed == np.inf
+
+
 def test_what_is_needed_is_little():
     """No choice at random is leaner."""
     formulation = formulation_of("two layers", 1.0)

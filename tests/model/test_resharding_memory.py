@@ -13,7 +13,7 @@ from autoshard.model import memory_limit, resharding_memory
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.resharding_memory import counted
+from autoshard.model.resharding_memory import counted, relieved
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.propagation import rules_for
 from autoshard.solver.problem import InfeasibleError
@@ -84,6 +84,25 @@ def assert_counted_at_least(formulation: Formulation, count: int) -> int:
         assert peak <= held + 1
         less += peak < held - 1
     return less
+
+
+def assert_relieved(formulation: Formulation, relieved) -> float:
+    """No choice holds less than in the problem, at any point; how many bytes lives alone count too much."""
+    freed, low = 0.0, relieved(formulation.problem, formulation.reshardings, formulation.groups, formulation.prices)
+    assert low is not None
+    for choice in random_choices(formulation, 20):
+        held = formulation.in_use(choice)
+        assert (formulation._sum(low.lives, choice) <= held + 1).all()
+        freed = max(freed, float((formulation._sum(formulation.problem.lives, choice) - held).max()))
+    return freed
+
+
+@pytest.mark.parametrize("model, backend", [("mlp", "cpu"), ("mlp", "tpu"), ("moe", "gpu")])
+def test_what_reshardings_free_is_not_counted(model, backend):
+    formulation = counted_honestly(model, backend)
+    assert assert_relieved(formulation, relieved) > 1
+    with pytest.raises(AssertionError):  # lives alone count more than is held
+        assert_relieved(formulation, lambda problem, *_: problem)
 
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("moe", marks=pytest.mark.slow)])
