@@ -28,25 +28,23 @@ program without a plan, too, the program counts as refused.
 """
 
 import argparse
-import collections
 import json
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
-from exceptions import reason_of  # noqa: E402  (as above)
-from workers import Ended, Worker, answers, in_turns, serve  # noqa: E402  (needs the path above)
+from stranger_page import page, print_kinds  # noqa: E402  (needs the path above)
+from stranger_rows import FORMS, MACHINES, Row, Task, read  # noqa: E402  (as above)
+from workers import Ended, Worker, answers, in_turns, serve  # noqa: E402  (as above)
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "strangers.md"
-MACHINES = ("cpu", "v5e:2x4", "h100:1x8")
-FORMS = ("values", "gradient", "batch", "batch gradient")
 DEVICES = 8
 BATCH_BYTES = 2**20  # of the largest argument of a batch, at least
 BATCHES = (64, 4096)  # the least and the most that is in one
@@ -57,104 +55,6 @@ FLAGS = (  # programs are compiled fast rather than to run fast; the passes over
 PLANNING_SECONDS = 10
 HANGS_AFTER = 180  # s
 KEPT_PROGRAMS = 40  # compiled, before JAX forgets them
-PAGE_BYTES = 4096  # off by less: rounding of buffers, flags and counters
-COLLECTIVES_WITHIN, PEAK_WITHIN, SECONDS_WITHIN = 0.10, 0.20, 2.0
-BARS = {"collectives": 0.95, "peak": 0.90, "limit": 1.0, "seconds": 0.90}  # shares of programs
-
-
-class Task(NamedTuple):
-    """A program in one form, on one machine."""
-
-    source: str  # "case", "harness" or "situation"
-    name: str
-    form: str  # one of FORMS
-    machine: str  # one of MACHINES
-
-
-@dataclass(frozen=True)
-class Row:
-    """What was predicted for one task, and what was compiled."""
-
-    source: str
-    name: str
-    form: str
-    machine: str
-    family: str  # the primitive that the program is there for
-    outcome: str  # "compared", "refused" by JAX or XLA without a plan too, "raises", "crashes" or "hangs"
-    detail: str = ""  # the error
-    predicted: Mapping[str, int] = field(default_factory=dict)  # kind of collective -> bytes
-    compiled: Mapping[str, int | None] = field(default_factory=dict)  # None: not known how many
-    predicted_peak: int = 0  # bytes
-    peak: int = 0  # bytes
-    usable: float = 1.0  # share of a limit that a plan may be predicted to fill
-    checked_peak: int | None = None  # bytes after the check of compiled programs; None: not needed, or nothing runs
-    predicted_seconds: float = 0.0
-    seconds: float | None = None  # None: the compiler has no estimate
-    unestimated: tuple[str, ...] = ()  # the operations of which it has none
-    wall: float = 0.0  # s that the task took
-
-    @property
-    def task(self) -> Task:
-        return Task(self.source, self.name, self.form, self.machine)
-
-    @property
-    def misses(self) -> dict[str, str]:
-        """The bars that it misses, each with what is off."""
-        if self.outcome != "compared":
-            return {}
-        found = {}
-        off = [_beside(kind, self.predicted.get(kind, 0), self.compiled.get(kind, 0)) for kind in self.kinds_off]
-        if off:
-            found["collectives"] = ", ".join(off)
-        if abs(self.predicted_peak - self.peak) > max(PEAK_WITHIN * self.peak, PAGE_BYTES):
-            found["peak"] = f"{self.predicted_peak} predicted, {self.peak} bytes compiled"
-        if self.checked_peak is not None and self.checked_peak - PAGE_BYTES > self.limit:
-            found["limit"] = f"{self.limit:.0f} allowed, {self.checked_peak} bytes after the check"
-        if (
-            self.applies("seconds")
-            and not 1 / SECONDS_WITHIN <= self.predicted_seconds / self.seconds <= SECONDS_WITHIN
-        ):
-            found["seconds"] = f"{self.predicted_seconds:.2e} predicted, {self.seconds:.2e} s compiled"
-        return found
-
-    @property
-    def limit(self) -> float:
-        """The tightest limit under which the plan would be made, in bytes."""
-        return self.predicted_peak / self.usable
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the program is over that limit before the check."""
-        return self.outcome == "compared" and self.peak - PAGE_BYTES > self.limit
-
-    @property
-    def kinds_off(self) -> list[str]:
-        """The kinds of collectives whose bytes are off."""
-
-        def is_off(predicted: int, compiled: int | None) -> bool:
-            return compiled is None or abs(predicted - compiled) > COLLECTIVES_WITHIN * compiled
-
-        kinds = sorted(self.predicted.keys() | self.compiled.keys())
-        return [kind for kind in kinds if is_off(self.predicted.get(kind, 0), self.compiled.get(kind, 0))]
-
-    def applies(self, bar: str) -> bool:
-        """Whether a bar can be measured."""
-        is_estimated = bool(self.seconds) and not self.unestimated
-        return self.outcome == "compared" and (bar != "seconds" or is_estimated)
-
-    def reason(self, bar: str) -> str:
-        """Why it misses a bar."""
-        what = f"{self.machine} {self.family} {self.form}"
-        if bar == "seconds":
-            return reason_of(what, bar, self.predicted_seconds, self.seconds or 0.0)
-        if bar == "collectives":
-            sent = (sum(size or 0 for size in sizes.values()) for sizes in (self.predicted, self.compiled))
-            return reason_of(what, bar, *sent)
-        return reason_of(what, bar, self.predicted_peak, self.peak)
-
-
-def _beside(kind: str, predicted: int, compiled: int | None) -> str:
-    return f"{kind} {predicted} predicted, {'unknown' if compiled is None else compiled} compiled"
 
 
 # Programs. A program is (family, function, arguments); the arguments are arrays or shapes.
@@ -381,111 +281,6 @@ def ends_alone(task: Task) -> bool:
     answer = worker((*task, "alone"))
     worker.close()
     return isinstance(answer, Ended) and not answer.late
-
-
-# The page.
-
-
-def shares(rows: Iterable[Row]) -> dict[str, tuple[int, int]]:
-    """Per bar, how many rows are within it, of how many."""
-    found = {}
-    every = list(rows)
-    for bar in BARS:
-        measured = [row for row in every if row.applies(bar)]
-        if measured:
-            found[bar] = sum(bar not in row.misses for row in measured), len(measured)
-    return found
-
-
-def kind_of(row: Row, bar: str) -> str:
-    """What exceptions of one kind have in common: the primitive, and the sign of what is off."""
-    if bar == "collectives":
-        signs = []
-        for kind in row.kinds_off:
-            predicted, compiled = row.predicted.get(kind, 0), row.compiled.get(kind, 0)
-            more = compiled is None or compiled > predicted
-            signs.append(f"{kind} {'not ' if more and not predicted else 'too few ' if more else 'too many '}predicted")
-        return f"{row.family}: {', '.join(signs)}"
-    predicted, compiled = (row.predicted_seconds, row.seconds) if bar == "seconds" else (row.predicted_peak, row.peak)
-    return f"{row.family}: predicted {'low' if predicted < (compiled or 0) else 'high'}"
-
-
-def page(rows: Sequence[Row], chosen: str = "") -> str:
-    """The page, in Markdown; `chosen` are the options that chose the programs."""
-    lines = [
-        "# Programs from elsewhere",
-        "",
-        f"What `python benchmarks/strangers.py{chosen}` compares: predictions for programs that were written for other",
-        "purposes, beside what XLA compiles. The head of that script says which programs, and what the bars are.",
-        "",
-        "| machine | programs | " + " | ".join(f"{bar} (aim {aim:.0%})" for bar, aim in BARS.items()) + " |",
-        "|---|--:|" + "--:|" * len(BARS),
-    ]
-    for machine in MACHINES:
-        of = [row for row in rows if row.machine == machine]
-        figures = shares(of)
-        cells = [f"{100 * figures[bar][0] / figures[bar][1]:.1f}%" if bar in figures else "" for bar in BARS]
-        lines.append(f"| {machine} | {sum(row.outcome == 'compared' for row in of)} | {' | '.join(cells)} |")
-    over = collections.Counter(row.machine for row in rows if row.is_over)
-    refused = collections.Counter(row.machine for row in rows if row.is_over and row.checked_peak is None)
-    lines += ["", "Over their limit before the check of compiled programs: " + _counts(over) + "."]
-    lines += ["", "No plan within it, which a `MemoryLimitError` says: " + _counts(refused) + "."]
-    unknown = collections.Counter(row.machine for row in rows if row.outcome == "compared" and row.unestimated)
-    lines += ["", "With operations of which XLA has no estimate: " + _counts(unknown) + "."]
-    others = collections.Counter((row.machine, row.outcome) for row in rows if row.outcome != "compared")
-    lines += ["", "Not compared: " + ", ".join(f"{n} {what} on {on}" for (on, what), n in sorted(others.items())) + "."]
-    for bar in BARS:
-        kinds = collections.defaultdict(list)
-        for row in rows:
-            if bar in row.misses:
-                kinds[row.machine, kind_of(row, bar), row.reason(bar)].append(row)
-        if not kinds:
-            continue
-        lines += ["", f"## Exceptions: {bar}", "", "| machine | kind | programs | for example | reason |"]
-        lines += ["|---|---|--:|---|---|"]
-        for (machine, kind, why), of in sorted(kinds.items(), key=lambda item: (item[0][0], -len(item[1]))):
-            one = min(of, key=lambda row: len(row.name))
-            example = f"`{one.name.replace('|', ' ')[:60]}` {one.form}: {one.misses[bar]}"
-            lines.append(f"| {machine} | {kind} | {len(of)} | {example} | {why} |")
-    for outcome in ("raises", "crashes", "hangs"):
-        for row in rows:
-            if row.outcome == outcome:
-                lines += ["", f"`{row.name[:80]}` {row.form} on {row.machine} {outcome}: {row.detail[:160]}"]
-    return "\n".join(lines) + "\n"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} on {machine}" for machine, count in counts.items()) or "none"
-
-
-def print_kinds(rows: Sequence[Row], most: int) -> None:
-    """Shares, and the kinds of exceptions that have the most programs."""
-    for machine in MACHINES:
-        of = [row for row in rows if row.machine == machine]
-        outcomes = collections.Counter(row.outcome for row in of)
-        if not of:
-            continue
-        over = [row for row in of if row.is_over]
-        refused = sum(row.checked_peak is None for row in over)
-        print(f"\n{machine}: {dict(outcomes)}, {len(over)} over before the check, {refused} refused by it")
-        for bar, (within, total) in shares(of).items():
-            print(f"  {bar}: {within} of {total}, {within / total:.1%}")
-            kinds = collections.defaultdict(list)
-            for row in of:
-                if bar in row.misses:
-                    kinds[kind_of(row, bar)].append(row)
-            for kind, alike in sorted(kinds.items(), key=lambda item: -len(item[1]))[:most]:
-                one = min(alike, key=lambda row: len(row.name))
-                print(f"    {len(alike):4} {kind} | {one.name[:60]} {one.form}: {one.misses[bar]}")
-        for row in of:
-            if row.outcome in ("raises", "crashes", "hangs"):
-                print(f"  {row.outcome} {row.name[:60]} {row.form}: {row.detail[:150]}")
-
-
-def read(path: Path | None) -> dict[Task, Row]:
-    """The rows of a run that was stopped."""
-    lines = path.read_text().splitlines() if path and path.exists() else ()
-    return {row.task: row for row in (Row(**json.loads(line)) for line in lines)}
 
 
 def main() -> int:

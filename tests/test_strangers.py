@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-import strangers
-from strangers import BARS, Row, Task, chosen_tasks, compare, page, programs, shares
+from stranger_page import page, shares
+from stranger_rows import BARS, FORMS, Row, Task
+from strangers import chosen_tasks, compare, programs
 
 from autoshard import primitives
 
@@ -89,4 +90,4 @@ def test_a_sample_has_every_family_in_turn():
     families = {("case", "a1"): "a", ("case", "a2"): "a", ("case", "b1"): "b"}
     tasks = chosen_tasks(families, ["cpu"], "", 2, 0)
     assert {families[task.source, task.name] for task in tasks} == {"a", "b"}
-    assert {task.form for task in tasks} == set(strangers.FORMS)
+    assert {task.form for task in tasks} == set(FORMS)

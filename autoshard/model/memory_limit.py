@@ -43,6 +43,7 @@ LEANEST_SHARE = 0.5  # of the budget for lean choices, spent on the choice that 
 LEAN_LIMIT_FACTORS = (math.inf, 2.0, 1.7, 1.4, 1.2, 1.1, 1.05, 1.02)
 LEAN_ITERATIONS = 4
 PEAK_ROUNDING = 1.0  # bytes: peaks are whole ones
+PROOF_SHARE = 0.1  # of the budget, up to which it is sought that nothing fits, whatever reshardings free
 PROOF_FACTOR = 1.001  # of the limit: that much less than what is proven to be held is not told from it
 ANY_GAP = 1.0  # relative; the search ends at any choice
 
@@ -253,7 +254,7 @@ def _least_peak(formulation: Formulation, problem: Problem, least: float, budget
     low = relieved(problem, formulation.reshardings, formulation.groups, formulation.prices)
     if low is problem:
         return least - PEAK_ROUNDING
-    own = replace(budget.part(ROUND_SHARE), whole=None)
+    own = replace(budget.part(PROOF_SHARE), whole=None)
     limit = formulation.problem.limit * formulation.prices.backend.usable * PROOF_FACTOR + 2 * PEAK_ROUNDING
     try:
         if low is not None:
