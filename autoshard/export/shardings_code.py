@@ -107,15 +107,36 @@ def constrained(step, mesh, static_argnums=None, static_argnames=None):
 '''
 
 _EXPLICIT = '''
-def explicit(step, mesh):
+def explicit(step, mesh, static_argnums=None, static_argnames=None):
     """`step` from and to arrays that have types of explicit mode; inside, axes are Auto, and constraints those planned.
 
     Call it under `jax.set_mesh(typed_mesh(mesh))`, with arguments placed by `jax.device_put` as `in_shardings` says.
+    Arguments that are static for `jax.jit` are to be named here, too.
     """
-    results = jax.tree.map(lambda sharding: sharding.spec, out_shardings(mesh))
-    inner = {inner}
-    return jax.sharding.auto_axes(inner, axes=mesh.axis_names, out_sharding=results)
+
+    @functools.wraps(step)
+    def typed(*args, **keywords):
+        traced, called = without_static({inner}, args, keywords, static_argnums, static_argnames)
+        results = jax.tree.map(lambda sharding: sharding.spec, out_shardings(mesh{example}))
+        return jax.sharding.auto_axes(called, axes=mesh.axis_names, out_sharding=results)(*traced)
+
+    return typed
 '''
+
+_RESULT = '''
+def _result(step, mesh, args, keywords, static_argnums, static_argnames):
+    """What `step` returns, as shapes: for its classes."""
+    traced, called = without_static(step, args, keywords, static_argnums, static_argnames)
+    leaves, structure = jax.tree.flatten(traced)
+    return traced_as_planned(called, jax.tree.unflatten(structure, plain_arguments(leaves)), mesh)[1]
+'''
+
+_FOR_EXPLICIT = (
+    inspect.getsource(standalone.without_static),
+    inspect.getsource(standalone.traced_as_planned),
+    inspect.getsource(standalone.plain_arguments),
+    _SIGNATURES,
+)
 
 
 @dataclass(frozen=True)
@@ -210,7 +231,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
-    if pasted:
+    if pasted or wraps:
         modules += ["functools", "inspect", "re"]
     if table is not None and is_written:
         modules += [*PRIMITIVE_MODULES, *table.modules]
@@ -224,23 +245,27 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         _imports(modules, pasted) + "\nfrom flax import nnx" * takes_modules,
         *(one.text() for one in trees),
         CONSTRAINED_MODULES if takes_modules else _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
-        _explicit(plan, table is not None, takes_modules) if wraps else "",
+        _explicit(plan, trees[-1], table is not None, takes_modules) if wraps else "",
         f"def _table():\n{table.text()}" if table is not None and pasted else "",
         table.operations if table is not None else "",
         putting,
         _NODE if needs_node else "",
-        *((*map(_source_of, pasted), _SIGNATURES) if pasted else [_AUTO_MESH]),
+        *((*map(_source_of, pasted), _SIGNATURES) if pasted else [_AUTO_MESH, *_FOR_EXPLICIT * wraps]),
         PRIMITIVES if is_written else "",
         CONSTRAIN_MODULES if takes_modules else "",
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _explicit(plan: PlanData, has_table: bool, takes_modules: bool) -> str:
-    if not takes_modules:
-        return _EXPLICIT.format(inner="constrained(step, mesh)" if has_table else "step")
-    types = (f"        {_type(one)},  # {one.name} {one.type}\n" for one in plan.results)
-    return EXPLICIT_MODULES.format(types="".join(types))
+def _explicit(plan: PlanData, results: _Trees, has_table: bool, takes_modules: bool) -> str:
+    if takes_modules:
+        types = (f"        {_type(one)},  # {one.name} {one.type}\n" for one in plan.results)
+        return EXPLICIT_MODULES.format(types="".join(types))
+    inner = "constrained(step, mesh, static_argnums, static_argnames)" if has_table else "step"
+    if results.expression is not None:
+        return _EXPLICIT.format(inner=inner, example="")
+    example = ", _result(step, mesh, args, keywords, static_argnums, static_argnames)"
+    return _EXPLICIT.format(inner=inner, example=example) + f"\n{_RESULT}"
 
 
 def _leaf(array: PlacedArray) -> str:
