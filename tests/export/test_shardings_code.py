@@ -218,6 +218,33 @@ def test_explicit_style_takes_static_arguments_and_classes_that_no_module_names(
     np.testing.assert_allclose(total, wanted_total, rtol=1e-5)
 
 
+def test_explicit_style_takes_equinox_modules_of_classes_that_no_module_names():
+    class Local(eqx.Module):
+        linear: eqx.nn.Linear
+        drop: eqx.nn.Dropout
+        activation: object = jax.nn.relu
+
+    def step(model, x):
+        def loss(model):
+            found = jax.vmap(lambda row: model.activation(model.drop(model.linear(row), inference=True)))(x)
+            return jnp.mean(jnp.where(found > 0, found[:, ::-1], found))
+
+        value, gradient = eqx.filter_value_and_grad(loss)(model)
+        return eqx.apply_updates(model, gradient), value
+
+    arguments = Local(eqx.nn.Linear(8, 8, key=jax.random.key(0)), eqx.nn.Dropout(0.5)), jnp.ones((16, 8))
+    mesh = mesh_of()
+    found = defined(autoshard.plan(step, *arguments, mesh=mesh, fixed={"x": P("data")}).to_code("explicit"))
+    shardings = found["in_shardings"](mesh, arguments)
+    assert shardings[1].spec == P("data", None) and shardings[0].activation is None and shardings[0].drop.p is None
+    with jax.set_mesh(found["typed_mesh"](mesh)):
+        model, value = eqx.filter_jit(found["explicit"](step, mesh))(*arguments)
+    wanted, wanted_value = eqx.filter_jit(step)(*arguments)
+    assert model.activation is jax.nn.relu and model.drop.p == 0.5
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    np.testing.assert_allclose(model.linear.weight, wanted.linear.weight, rtol=1e-5)
+
+
 def test_arguments_may_be_weak_at_first_and_not_later():
     """As a temperature that began as a number: its first update is strong, and JAX has other operations for it."""
 
