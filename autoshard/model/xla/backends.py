@@ -110,6 +110,7 @@ H100 = Backend(
         overwrites_operands=True,
         overwritten_by=_IN_PLACE - {"sort"},
         reshapes_in_place=True,
+        normalises=True,
     ),
     operations=Operations(least_seconds=KERNEL_SECONDS, are_kernels=True),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
