@@ -78,8 +78,10 @@ def recomputation(
         devices: of the mesh.
     """
     stored = stored | _guarded(program, groups)
-    are_stored = [any(made.value.id in stored for made in group.outputs) for group in groups]
     rows = normalisations(groups, users) if backend.fusion.normalises else Normalisations()
+    are_stored = [
+        group.index in rows.ends or any(made.value.id in stored for made in group.outputs) for group in groups
+    ]
     folds = not backend.fusion.takes_in
     ones = _ones(program)
     folded = [
@@ -93,12 +95,8 @@ def recomputation(
     repeated, sunk = [], []
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
-        again = (
-            not is_stored
-            and group.index not in rows.ends
-            and (
-                _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices, rows)
-            )
+        again = not is_stored and (
+            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices, rows)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))

@@ -3,7 +3,7 @@
 XLA looks for diamonds: an array, a reduction of its rows, and elementwise work that reads the array and, repeated along
 the rows, what was reduced. A chain of diamonds, as a softmax with its maximum and its sum, becomes one kernel
 (xla/backends/gpu/transforms: `SoftmaxRewriterTriton`). So does elementwise work that alone reads what the chain makes.
-What several read is computed again in each of them, as other elementwise work is.
+Of chains that several read, XLA stores some and computes others again: they count as other elementwise work does.
 `tests/model/xla/test_normalisations.py` compiles such programs.
 """
 
