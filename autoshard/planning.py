@@ -109,7 +109,7 @@ def checked(
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
         agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
-        made = within_limit(plan, options.memory, compiled, replanned, agreed, others)
+        made = within_limit(plan, options.memory, compiled, replanned, agreed, others, options.untried)
         if before is not None and others is None and made is not plan:
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)

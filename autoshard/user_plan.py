@@ -228,7 +228,7 @@ class Plan(PlanData):
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: it is no text, or the path is none
+        except (OSError, ValueError, TypeError) as error:  # it is no text, or the path is none
             raise PlanError(_unreadable(str(path), error)) from error
         return cls.loads(text, mesh, where=str(path))
 

@@ -214,6 +214,25 @@ def test_a_file_that_is_no_plan(saved, tmp_path, damage):
         Plan.load(file, MESH)
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda plan: plan.explain(3),
+        lambda plan: plan.diff(3),
+        lambda plan: plan.abstract(7),
+        lambda plan: plan.abstract("x"),
+        lambda plan: plan.init(3),
+        lambda plan: Plan.loads(3, MESH),
+        lambda plan: Plan.load(3, MESH),
+        lambda plan: autoshard.autoshard(jnp.sin, mesh=MESH, like=3),
+    ],
+    ids=["explain", "diff", "abstract", "a name", "init", "loads", "load", "like"],
+)
+def test_what_is_no_path_plan_number_or_text(planned, question):
+    with pytest.raises((autoshard.ArgumentError, PlanError), match=r"\b[37]\b|'x'"):
+        question(planned("mlp")[2])
+
+
 def test_key_arrays_have_abstract_types_after_loading(tmp_path):
     def draw(key, x):
         key, now = jax.random.split(key)

@@ -24,6 +24,8 @@ _LISTED_PARTS = 5  # arrays or parts that a message names at most
 
 def init(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """What `init_fn` makes, each array made as the plan has it among its arguments; see `Plan.init`."""
+    if not callable(init_fn):
+        raise ArgumentError(f"init({init_fn!r}): a function that makes arrays is needed, and what it takes")
     with _without_explicit_axes():
         return initialiser(plan, init_fn, args)()
 

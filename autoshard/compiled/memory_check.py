@@ -31,6 +31,7 @@ Compiler = Callable[[AnyPlan], jax.stages.Compiled]
 
 
 PAGE_BYTES = 4096  # buffers are rounded, flags and counters added: less than that says nothing of whether a plan fits
+UNTRIED = ("remat='auto'",)  # what a train step may hold less by, where nobody says what was asked for
 
 
 class MemoryWarning(UserWarning):
@@ -48,6 +49,7 @@ def within_limit(
     replanned: Callable[[float], AnyPlan | None],
     agreed: Callable[[int, float | None], float | None] = lambda number, peak: peak,
     roomier: Callable[[float], AnyPlan | None] | None = None,
+    untried: Sequence[str] = UNTRIED,
 ) -> AnyPlan:
     """The first of up to `1 + REPLANS` plans that fits as compiled, with its `compiled_peak`; else the leanest of them.
 
@@ -61,6 +63,7 @@ def within_limit(
         agreed: takes the number of a plan and its compiled peak, and gives the peak that counts: several processes,
             each of which compiles, have to go on alike.
         roomier: a faster plan whose predicted peak is at most so many bytes; None if there is none, or none is sought.
+        untried: options that were not given, by which a train step may hold less.
 
     A plan that cannot be compiled comes back as it is. What keeps it from compiling, a call of the step says.
     """
@@ -82,7 +85,7 @@ def within_limit(
         peak = None if faster is None else agreed(1, _compiled_peak(compiled, faster))
         if faster is not None and peak is not None and fits(peak, limit):
             tried = [(faster, peak)]
-    return _with_figures(tried, limit) if tried else plan
+    return _with_figures(tried, limit, untried) if tried else plan
 
 
 def is_over(plan: PlanData, limit: float, rounding: float = 0.0) -> bool:
@@ -97,7 +100,10 @@ def over_limit_error(plan: PlanData, limit: float) -> MemoryLimitError:
 
 
 def confirmed(
-    error: MemoryLimitError, planned: Callable[[float], AnyPlan | None], compiled: Compiler
+    error: MemoryLimitError,
+    planned: Callable[[float], AnyPlan | None],
+    compiled: Compiler,
+    untried: Sequence[str] = UNTRIED,
 ) -> MemoryLimitError:
     """An error that names a limit which holds once compiled: the one it came with, or the compiled peak of its plan.
 
@@ -105,6 +111,7 @@ def confirmed(
         error: it names the limit that a plan is predicted to need.
         planned: the plan within a limit; None if there is none.
         compiled: compiles a plan.
+        untried: options that were not given, by which a train step may hold less.
     """
     plan = planned(error.needed)
     if plan is None:
@@ -115,7 +122,7 @@ def confirmed(
     return MemoryLimitError(
         f"{plan.name}: no plan fits in {bytes_text(error.budget)} per device. The leanest is predicted to hold "
         f"{bytes_text(plan.predicted.peak_bytes)}, and holds {_text(peak)} by XLA's account of its compiled program.\n"
-        f"Try {_more_memory(peak)}a larger mesh, or remat='auto', if what the step keeps for its gradient is much.",
+        f"{_advice(peak, untried)}",
         budget=error.budget,
         needed=math.ceil(peak),
     )
@@ -151,18 +158,19 @@ def _corrected(predicted: float, peak: float, limit: float) -> float:
     return min(limit * predicted / peak, limit - (peak - predicted))
 
 
-def _with_figures(tried: Sequence[tuple[AnyPlan, float]], limit: float) -> AnyPlan:
+def _with_figures(tried: Sequence[tuple[AnyPlan, float]], limit: float, untried: Sequence[str]) -> AnyPlan:
     """The plan that fits, or else the leanest, with its compiled peak; and a remark if it is not as it was planned."""
     plan, peak = min(tried, key=lambda one: one[1])
     first, first_peak = tried[0]
     remarks = plan.warnings
     if not fits(peak, limit):
-        others = f"; {len(tried) - 1} plans made to hold less don't fit, either" if len(tried) > 1 else ""
+        more = {1: "", 2: "; a plan made to hold less doesn't fit, either"}
+        others = more.get(len(tried), f"; {len(tried) - 1} plans made to hold less don't fit, either")
         remarks = (
             *remarks,
             f"memory: by XLA's account this plan holds {_text(peak)} on each device, where {bytes_text(limit)} are "
             f"allowed and {bytes_text(plan.predicted.peak_bytes)} were predicted{others}.\n"
-            f"Try {_more_memory(peak)}a larger mesh, or remat='auto', if what the step keeps for its gradient is much.",
+            f"{_advice(peak, untried)}",
         )
     elif plan is not first:
         remarks = (
@@ -180,9 +188,17 @@ def _text(peak: float) -> str:
     return "more than the compiler may use" if math.isinf(peak) else bytes_text(peak)
 
 
-def _more_memory(peak: float) -> str:
+def _advice(peak: float, untried: Sequence[str] = UNTRIED) -> str:
+    """What to try where no plan holds so little.
+
+    >>> _advice(5 * 2**30 - 1)
+    "Try memory='5120MiB', a larger mesh, or remat='auto', if what the step keeps for its gradient is much."
+    >>> _advice(300_000, ()), _advice(math.inf, ())
+    ("Try memory='293KiB' or a larger mesh.", 'Try a larger mesh.')
     """
-    >>> _more_memory(5 * 2**30 - 1), _more_memory(math.inf)
-    ("memory='5120MiB', ", '')
-    """
-    return "" if math.isinf(peak) else f"memory='{math.ceil(peak / 2**20)}MiB', "
+    unit, size = ("KiB", 2**10) if peak < 32 * 2**20 else ("MiB", 2**20)
+    more = [] if math.isinf(peak) else [f"memory='{math.ceil(peak / size)}{unit}'"]
+    if not untried:
+        return f"Try {' or '.join([*more, 'a larger mesh'])}."
+    ways = f"or {' or '.join(untried)}, if what the step keeps for its gradient is much"
+    return f"Try {', '.join([*more, 'a larger mesh', ways])}."

@@ -72,6 +72,7 @@ class InnerLayouts:
     operations: str = ""  # their code
     modules: frozenset[str] = frozenset()  # that this code takes names from
     static: Mapping[str | int, str] = field(default_factory=dict)  # arguments that this code was made with, as texts
+    weak: tuple[int, ...] | None = None  # arguments whose types were weak; None: the operations are written out
 
     def text(self) -> str:
         rows = "".join(f"            {row.text()}\n" for row in self.rows)
@@ -79,9 +80,10 @@ class InnerLayouts:
         written = ("        _operations(),\n" + f"        {literal(dict(self.static))},\n" * bool(self.static)) * bool(
             self.operations
         )
+        weak = "" if self.weak is None else f"        weak={self.weak},\n"
         return (
             f"    return Table(\n        {self.equations},\n        {{\n{rows}        }},\n"
-            f"        {{\n{merged}        }},\n{written}    )\n"
+            f"        {{\n{merged}        }},\n{written}{weak}    )\n"
         )
 
 
@@ -126,7 +128,8 @@ def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts:
     left = tuple(dict.fromkeys(table.left))
     static = {name: text_of_value(value) for name, value in program.static.items()} if why else {}
     count = len(program.jaxpr.jaxpr.eqns)
-    return InnerLayouts(count, tuple(rows), program.merged, left, why, written, modules, static)
+    weak = None if why else tuple(i for i, one in enumerate(program.jaxpr.in_avals) if one.weak_type)
+    return InnerLayouts(count, tuple(rows), program.merged, left, why, written, modules, static, weak)
 
 
 class _Table:

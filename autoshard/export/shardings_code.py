@@ -107,15 +107,42 @@ def constrained(step, mesh, static_argnums=None, static_argnames=None):
 '''
 
 _EXPLICIT = '''
-def explicit(step, mesh):
+def explicit(step, mesh, static_argnums=None, static_argnames=None):
     """`step` from and to arrays that have types of explicit mode; inside, axes are Auto, and constraints those planned.
 
     Call it under `jax.set_mesh(typed_mesh(mesh))`, with arguments placed by `jax.device_put` as `in_shardings` says.
+    Arguments that are static for `jax.jit` are to be named here, too.
     """
-    results = jax.tree.map(lambda sharding: sharding.spec, out_shardings(mesh))
-    inner = {inner}
-    return jax.sharding.auto_axes(inner, axes=mesh.axis_names, out_sharding=results)
+    results = [sharding.spec for sharding in {results}]
+
+    @functools.wraps(step)
+    def typed(*args, **keywords):
+        traced, called = without_static({inner}, args, keywords, static_argnums, static_argnames)
+        leaves, structure = jax.tree.flatten(traced)
+        given, made = [hasattr(leaf, "dtype") for leaf in leaves], []
+
+        def flat(*arrays):
+            left = iter(arrays)
+            filled = [next(left) if is_array else leaf for leaf, is_array in zip(leaves, given)]
+            made[:] = jax.tree.flatten(called(*jax.tree.unflatten(structure, filled)))
+            return [leaf for leaf, is_array in zip(made[0], arrays_among(made[0], len(results))) if is_array]
+
+        run = jax.sharding.auto_axes(flat, axes=mesh.axis_names, out_sharding=results)
+        left = iter(run(*(leaf for leaf, is_array in zip(leaves, given) if is_array)))
+        flags = arrays_among(made[0], len(results))
+        return jax.tree.unflatten(made[1], [next(left) if flag else leaf for leaf, flag in zip(made[0], flags)])
+
+    return typed
 '''
+
+_ARRAYS_AMONG = '''
+def arrays_among(leaves, count):
+    """Which leaves are arrays, so many as are known: numbers are, unless that are too many, as in equinox modules."""
+    flags = [hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float, complex)) for leaf in leaves]
+    return flags if sum(flags) == count else [hasattr(leaf, "dtype") for leaf in leaves]
+'''
+
+_FOR_EXPLICIT = (inspect.getsource(standalone.without_static), _SIGNATURES)
 
 
 @dataclass(frozen=True)
@@ -157,11 +184,13 @@ class _Trees:
         return (
             f"def {self.name}(mesh, {example}=None):\n"
             f'    """{self.says}\n\n    Some class of this tree cannot be written here. `{example}` has to be given\n'
-            f'    for its classes: arrays or ShapeDtypeStructs.\n    """\n'
+            f'    for its classes: arrays or ShapeDtypeStructs. Leaves that are neither have None.\n    """\n'
             f"    if {example} is None:\n"
             f'        raise TypeError("{self.name}(mesh, {example}): its classes are needed; see its docstring")\n'
-            f"    put = _shardings_on(mesh)\n    shardings = [\n{lines}    ]\n"
-            f"    return jax.tree.unflatten(jax.tree.structure({example}), shardings)\n"
+            f"    leaves, structure = jax.tree.flatten({example})\n    left = iter(_{self.name}(mesh))\n"
+            f"    flags = arrays_among(leaves, {len(self.parts[1])})\n"
+            f"    return jax.tree.unflatten(structure, [next(left) if flag else None for flag in flags])\n\n\n"
+            f"def _{self.name}(mesh):\n    put = _shardings_on(mesh)\n    return [\n{lines}    ]\n"
         )
 
 
@@ -210,7 +239,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     expressions = [one.expression for one in trees if one.expression is not None]
     needs_node = any(one.nodes for one in expressions)
     modules = sorted(frozenset().union(*(one.modules for one in expressions)))
-    if pasted:
+    if pasted or wraps:
         modules += ["functools", "inspect", "re"]
     if table is not None and is_written:
         modules += [*PRIMITIVE_MODULES, *table.modules]
@@ -224,23 +253,26 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         _imports(modules, pasted) + "\nfrom flax import nnx" * takes_modules,
         *(one.text() for one in trees),
         CONSTRAINED_MODULES if takes_modules else _CONSTRAINED if pasted else _AS_IT_IS if table is not None else "",
-        _explicit(plan, table is not None, takes_modules) if wraps else "",
+        _explicit(plan, trees[-1], table is not None, takes_modules) if wraps else "",
+        _ARRAYS_AMONG if wraps or len(expressions) < len(trees) else "",
         f"def _table():\n{table.text()}" if table is not None and pasted else "",
         table.operations if table is not None else "",
         putting,
         _NODE if needs_node else "",
-        *((*map(_source_of, pasted), _SIGNATURES) if pasted else [_AUTO_MESH]),
+        *((*map(_source_of, pasted), _SIGNATURES) if pasted else [_AUTO_MESH, *_FOR_EXPLICIT * wraps]),
         PRIMITIVES if is_written else "",
         CONSTRAIN_MODULES if takes_modules else "",
     ]
     return "\n\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
 
-def _explicit(plan: PlanData, has_table: bool, takes_modules: bool) -> str:
-    if not takes_modules:
-        return _EXPLICIT.format(inner="constrained(step, mesh)" if has_table else "step")
-    types = (f"        {_type(one)},  # {one.name} {one.type}\n" for one in plan.results)
-    return EXPLICIT_MODULES.format(types="".join(types))
+def _explicit(plan: PlanData, results: _Trees, has_table: bool, takes_modules: bool) -> str:
+    if takes_modules:
+        types = (f"        {_type(one)},  # {one.name} {one.type}\n" for one in plan.results)
+        return EXPLICIT_MODULES.format(types="".join(types))
+    inner = "constrained(step, mesh, static_argnums, static_argnames)" if has_table else "step"
+    found = "jax.tree.leaves(out_shardings(mesh))" if results.expression is not None else "_out_shardings(mesh)"
+    return _EXPLICIT.format(inner=inner, results=found)
 
 
 def _leaf(array: PlacedArray) -> str:

@@ -61,6 +61,7 @@ class Table(NamedTuple):
     merged: Mapping[tuple[int, ...], int] = {}  # equations that compute what an earlier one does
     written: Any = None  # the step written out, where it is run otherwise than JAX traces it
     static: Mapping[str | int, str] = {}  # arguments that the step was planned with, as they print
+    weak: Sequence[int] | None = None  # arguments whose dtype gave way, as that of Python's numbers; None: as they come
 
 
 class Entry(NamedTuple):
@@ -92,11 +93,26 @@ def constrain(
     def constrained(*args: Any, **keywords: Any) -> Any:
         check_static(step, args, keywords, table)
         traced, called = without_static(step, args, keywords, static_argnums, static_argnames)
-        closed, result = jax.make_jaxpr(called, return_shape=True)(*jax.tree.map(without_mesh, traced))
-        leaves = jax.tree.leaves(traced)
+        leaves, structure = jax.tree.flatten(traced)
+        plain = jax.tree.unflatten(structure, plain_arguments(leaves, table.weak))
+        closed, result = traced_as_planned(called, plain, mesh)
         return jax.tree.unflatten(jax.tree.structure(result), constrained_results(closed, leaves, mesh, table))
 
     return constrained
+
+
+def traced_as_planned(step: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[Any, Any]:
+    """The jaxpr of a step and the shapes of its results, whatever mesh is set: on Explicit axes JAX adds operations.
+
+    A step that names mesh axes means those of `mesh`, where the compiler splits what no constraint names.
+    """
+    trace = jax.make_jaxpr(step, return_shape=True)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return trace(*arguments)
+    except (RuntimeError, ValueError):  # JAX asks for a mesh, or it is the step's own error, which comes once more
+        with jax.sharding.use_abstract_mesh(auto_mesh(mesh).abstract_mesh):
+            return trace(*arguments)
 
 
 def without_static(
@@ -133,12 +149,19 @@ def check_static(step: Callable[..., Any], args: Sequence[Any], keywords: Mappin
             )
 
 
-def without_mesh(array: Any) -> Any:
-    """An array's shape and dtype if its type names a mesh: derivatives of such arrays are other equations in JAX."""
-    type_ = jax.typeof(array)
-    if not isinstance(getattr(type_, "sharding", None), NamedSharding) or type_.sharding.mesh.empty:
-        return array
-    return jax.ShapeDtypeStruct(type_.shape, type_.dtype, weak_type=type_.weak_type)
+def plain_arguments(leaves: Sequence[Any], weak: Sequence[int] | None = None) -> list[Any]:
+    """Arrays, or shapes where their types name a mesh or are weak otherwise than planned: JAX has other equations then.
+
+    A temperature that began as ``jnp.asarray(0.07)`` is weak until the first update.
+    """
+    found: list[Any] = []
+    for i, array in enumerate(leaves):
+        type_ = jax.typeof(array)
+        is_weak = type_.weak_type if weak is None else i in weak
+        names_mesh = isinstance(getattr(type_, "sharding", None), NamedSharding) and not type_.sharding.mesh.empty
+        shape = jax.ShapeDtypeStruct(type_.shape, type_.dtype, weak_type=is_weak)
+        found.append(shape if names_mesh or is_weak != type_.weak_type else array)
+    return found
 
 
 def constrained_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | AbstractMesh, table: Table) -> list[Any]:

@@ -30,20 +30,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import overload
 
-import numpy as np
-
 from autoshard.layout import Layout, MeshShape, shards
 from autoshard.mesh.collectives import seconds
-from autoshard.mesh.tilings import (
-    Tiling,
-    copy_dim,
-    devices_by_group,
-    shape_inside,
-    split_or_merge,
-    swapped,
-    swaps,
-    tiling_of,
-)
+from autoshard.mesh.tilings import Members, Talk, Tiling, members_of, prime_of, split_or_merge, swaps, tiling_of
 from autoshard.mesh.topology import Topology
 
 
@@ -91,7 +80,7 @@ def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[s
 def depends_on_whole_dims(source: Layout, target: Layout, mesh_shape: MeshShape) -> bool:
     """Whether `path` may be another one if dims that neither layout splits are left out."""
     mesh = tuple(mesh_shape.items())
-    return not _of_one_prime(mesh) or DIMS in _path_by_any_names(*_without_whole_dims(source, target), mesh)[1]
+    return not prime_of(mesh) or DIMS in _path(*_without_whole_dims(source, target), mesh)[1]
 
 
 def stops(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[Layout, ...]:
@@ -105,16 +94,9 @@ def stops(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[Layout
     (((), ('x',)),)
     """
     mesh = tuple(mesh_shape.items())
-    if source == target or _of_one_prime(mesh):
+    if source == target or prime_of(mesh):
         return ()
     return _stops(source, target, mesh)
-
-
-@cache
-def _of_one_prime(mesh: tuple[tuple[str, int], ...]) -> bool:
-    devices = math.prod(size for _, size in mesh)
-    prime = next((n for n in range(2, devices + 1) if devices % n == 0), 2)
-    return prime ** round(math.log(devices, prime)) == devices
 
 
 @cache
@@ -147,7 +129,7 @@ def _coarser(layout: Layout) -> list[Layout]:
 def _hop(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
     """From one layout straight to another."""
     small = _without_whole_dims(source, target)
-    found = _path_by_any_names(*small, mesh)
+    found = _path(*small, mesh)
     return _path(source, target, mesh) if DIMS in found[1] and small != (source, target) else found
 
 
@@ -169,8 +151,8 @@ _Steps = list[_Collective]
 
 
 # The way from one layout to another depends on which axes go from where to where. It may also depend on where dims that
-# are whole in both layouts stand (DIMS), and on the order of devices. CUTS: it may cut dims otherwise than axes do.
-DIMS, DEVICES, CUTS = "dims", "devices", "cuts"
+# are whole in both layouts stand (DIMS). CUTS: it may cut dims otherwise than axes do.
+DIMS, CUTS = "dims", "cuts"
 _Path = tuple[tuple[_Collective, ...], frozenset[str]]  # the collectives, and which of these are true of it
 
 
@@ -181,51 +163,10 @@ def _without_whole_dims(source: Layout, target: Layout) -> tuple[Layout, Layout]
     return before, after
 
 
-def _renamed(
-    source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]
-) -> tuple[tuple[Layout, Layout], dict[str, str]]:
-    """Both layouts with axes of equal size renamed in order of appearance, and the names that these axes had.
-
-    They stay as they are if axes that split one dim, or none, would come out in another order.
-    """
-    sizes = dict(mesh)
-    seen = dict.fromkeys(axis for layout in (source, target) for axes in layout for axis in axes) | dict.fromkeys(sizes)
-    of_size = {size: iter([axis for axis in sizes if sizes[axis] == size]) for size in sizes.values()}
-    name = {axis: next(of_size[sizes[axis]]) for axis in seen}
-    place = {axis: number for number, axis in enumerate(sizes)}
-    for layout in (source, target):
-        used = set().union(*layout)
-        for axes in (*layout, tuple(axis for axis in sizes if axis not in used)):
-            places = [place[name[axis]] for axis in axes]
-            if places != sorted(places):
-                return (source, target), {axis: axis for axis in sizes}
-    before, after = (tuple(tuple(name[axis] for axis in axes) for axes in layout) for layout in (source, target))
-    return (before, after), {new: old for old, new in name.items()}
-
-
-@cache
-def _path_by_any_names(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
-    """The path of the same layouts with their axes renamed, with the names changed back."""
-    alike, names = _renamed(source, target, mesh)
-    found, traits = _path(*alike, mesh)
-    if alike == (source, target):
-        return found, traits
-    if DEVICES in traits:
-        return _path(source, target, mesh)
-    place = {axis: number for number, (axis, _) in enumerate(mesh)}
-
-    def named(axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sorted((names[axis] for axis in axes), key=place.__getitem__))
-
-    return tuple((kind, named(axes), tiles) for kind, axes, tiles in found), traits
-
-
 @cache
 def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> _Path:
-    sizes = tuple(size for _, size in mesh)
-    everyone = np.arange(math.prod(sizes))
     traits: set[str] = set()
-    group = _Group(everyone[None, :], 1, tuple(axis for axis, _ in mesh), sizes, traits)
+    group = _Group(members_of(mesh), 1, traits)
     result = group.reshard(tiling_of(source, mesh), tiling_of(target, mesh))
     assert result is not None  # only a caller that forbids full replication gets None
     return tuple(result), frozenset(traits)
@@ -235,11 +176,9 @@ def _path(source: Layout, target: Layout, mesh: tuple[tuple[str, int], ...]) -> 
 class _Group:
     """Devices that reshard among themselves, as do the other groups beside them; tilings number them 0, 1, ..."""
 
-    members: np.ndarray  # the group's devices, [group, number]
+    members: Members
     tiles: int  # into how many tiles the dims outside the groups are cut
-    axis_names: tuple[str, ...]
-    axis_sizes: tuple[int, ...]
-    traits: set[str]  # which of DIMS, DEVICES and CUTS are true of what was found so far
+    traits: set[str]  # which of DIMS and CUTS are true of what was found so far
 
     @overload
     def reshard(self, source: Tiling, target: Tiling) -> _Steps: ...
@@ -252,7 +191,7 @@ class _Group:
         if source.same(target) or source.replicated:
             return []
         if not target.replicated:
-            if source.devices.shape == target.devices.shape:
+            if source.shape == target.shape:
                 return self.permute(source, target)
             if (pairs := swaps(source, target)) is not None:
                 return self.all_to_all(source, target, pairs)
@@ -277,19 +216,14 @@ class _Group:
                 return steps
         return self.gather(source, [1] * len(source.tiles))
 
-    def step(self, kind: str, talk: np.ndarray, tiles: int) -> _Collective:
-        """A collective among `talk`, [set, number in this group]."""
-        coordinates = np.unravel_index(self.members[:, talk].reshape(-1, talk.shape[-1]), self.axis_sizes)
-        axes = tuple(
-            axis for axis, where in zip(self.axis_names, coordinates, strict=True) if (where != where[:, :1]).any()
-        )
-        return kind, axes, tiles * self.tiles
+    def step(self, kind: str, talk: Talk, tiles: int) -> _Collective:
+        """A collective among `talk`."""
+        return kind, self.members.axes(talk), tiles * self.tiles
 
     def permute(self, source: Tiling, target: Tiling) -> _Steps:
         if source.same(target):
             return []
-        pairs = np.stack([source.devices.ravel(), target.devices.ravel()], axis=1)
-        return [self.step("collective_permute", pairs, math.prod(source.tiles))]
+        return [self.step("collective_permute", source.moved(target), math.prod(source.tiles))]
 
     def gather(self, source: Tiling, tiles: Sequence[int]) -> _Steps:
         """All-gathers, last dim first, until only `tiles` are left of each dim."""
@@ -297,11 +231,9 @@ class _Group:
         for dim in reversed(range(len(tiles))):
             factor = left[dim] // tiles[dim]
             if factor > 1:
-                # devices of one tile of the result differ in the minor part of this dim
-                devices = source.split(dim, tiles[dim]).devices
                 left[dim] = tiles[dim]
-                talk = np.moveaxis(devices, dim + 1, -1).reshape(-1, factor)
-                steps.append(self.step("all_gather", talk, math.prod(left)))
+                # devices of one tile of the result differ in the minor part of this dim
+                steps.append(self.step("all_gather", source.among_minor({dim: factor}), math.prod(left)))
         return steps
 
     def all_to_all(self, source: Tiling, target: Tiling, pairs: Sequence[tuple[int, int]]) -> _Steps:
@@ -321,14 +253,8 @@ class _Group:
                 break
             factors = {after: source.tiles[before] // source.tiles[after] for before, after in batch}
             for before, after in batch:
-                source = swapped(source, before, after)
-            devices = source.devices
-            minor: list[int] = []
-            for dim in sorted(factors, reverse=True):
-                devices = Tiling(devices).split(dim, devices.shape[dim] // factors[dim]).devices
-                minor = [dim + 1, *(place + 1 for place in minor)]
-            talk = np.moveaxis(devices, minor, range(-len(minor), 0)).reshape(-1, math.prod(factors.values()))
-            steps.append(self.step("all_to_all", talk, math.prod(source.tiles)))
+                source = source.swapped(before, after)
+            steps.append(self.step("all_to_all", source.among_minor(factors), math.prod(source.tiles)))
         return steps + self.permute(source, target)
 
     def slice_copies(self, source: Tiling, target: Tiling) -> _Steps | None:
@@ -345,14 +271,10 @@ class _Group:
         """PartialReplicateReshardCompatibleSharding: `fine`'s counts, each tile on devices that hold it in `coarse`."""
         if not coarse.partial or any(n % m for n, m in zip(fine.tiles, coarse.tiles, strict=True)):
             return None
-        factors = [n // m for n, m in zip(fine.tiles, coarse.tiles, strict=True)]
-        if (fine.coordinates() // factors == coarse.coordinates()).all():
+        if fine.refines(coarse):
             return fine
         self.traits.add(CUTS)
-        rank = len(factors)
-        order = [place for dim in range(rank) for place in (dim, rank + dim)]
-        devices = coarse.devices.reshape(*coarse.tiles, *factors, fine.copies)
-        return Tiling(devices.transpose(*order, 2 * rank).reshape(fine.devices.shape))
+        return coarse.spread([n // m for n, m in zip(fine.tiles, coarse.tiles, strict=True)])
 
     def shifted_all_to_all(self, source: Tiling, target: Tiling) -> _Steps | None:
         """ReshardPartialReplicateWithAllToAll: [1,2,3 copies] to [2,3] and back, tile counts shifted by one dim."""
@@ -361,11 +283,11 @@ class _Group:
         copied, tiled = (source, target) if source.partial else (target, source)
         if copied.tiles[0] != 1 or (*copied.tiles[1:], copied.copies) != tiled.tiles:
             return None
-        if (copied.devices.ravel() != tiled.devices.ravel()).any():
+        if not copied.in_order_of(tiled):
             return None
-        self.traits.update((DIMS, DEVICES, CUTS))
+        self.traits.update((DIMS, CUTS))
         last = max(dim for dim, count in enumerate(tiled.tiles) if count > 1)
-        between = copy_dim(tiled, last)
+        between = tiled.copied(last)
         if source.partial:
             pairs = swaps(source, between)
             return None if pairs is None else self.all_to_all(source, between, pairs) + self.reshard(between, target)
@@ -380,13 +302,12 @@ class _Group:
         if target.partial:
             for dim, count in enumerate(source.tiles):
                 if count > 1 and count * source.copies == target.copies:
-                    self.traits.add(DEVICES)
-                    between = copy_dim(source, dim)
+                    between = source.copied(dim)
                     break
         elif source.partial:
             for dim, (before, after) in enumerate(zip(source.tiles, target.tiles, strict=True)):
                 if before == 1 and after != 1 and after % source.copies == 0:
-                    between = Tiling(np.swapaxes(source.devices, dim, -1))
+                    between = source.unfolded(dim)
                     break
         if between is None:
             return None
@@ -401,23 +322,8 @@ class _Group:
         ]
         if max(counts) == 1:
             return None
-        before, after = devices_by_group(source, counts), devices_by_group(target, counts)
-        inner_source = Tiling(np.arange(before.shape[-1]).reshape(shape_inside(source, counts)))
-        inner_target = Tiling(np.arange(before.shape[-1]).reshape(shape_inside(target, counts)))
-        if (np.sort(before) == np.sort(after)).all():  # the same groups: number the target's members as the source's
-            rising = np.argsort(before[0])
-            numbers = rising[np.searchsorted(before[0][rising], after[0])]
-            inner_target = Tiling(numbers.reshape(inner_target.devices.shape))
-        inner = _Group(
-            self.members[:, before].reshape(-1, before.shape[-1]),
-            self.tiles * math.prod(counts),
-            self.axis_names,
-            self.axis_sizes,
-            self.traits,
-        )
-        reached = before[:, inner_target.devices].reshape(*counts, *inner_target.devices.shape)
-        # [outer per dim..., inner per dim..., copies] -> [outer and inner of each dim..., copies]
-        rank = len(counts)
-        order = [place for dim in range(rank) for place in (dim, rank + dim)]
-        between = Tiling(reached.transpose(*order, 2 * rank).reshape(target.devices.shape))
+        inner_source, inner_target = source.inside(target, counts)
+        members = self.members.shared_out(source.shared_out(counts))
+        inner = _Group(members, self.tiles * math.prod(counts), self.traits)
+        between = source.rejoined(inner_target, counts)
         return inner.reshard(inner_source, inner_target) + self.reshard(between, target)

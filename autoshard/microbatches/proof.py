@@ -30,6 +30,7 @@ from autoshard.jaxprs import (
     implementation_of,
     scan_counts,
 )
+from autoshard.microbatches.blocks import blocks_of
 from autoshard.microbatches.relations import (
     REDUCTIONS,
     Invariant,
@@ -315,6 +316,8 @@ class _Walk:
         if any(isinstance(relation, Partial) or relation is Invariant.AFTER for relation in others):
             raise _Conflict(eqn, _NEEDS_SUMS)
         self.check_parameters(eqn, small)
+        if (blocks := blocks_of(eqn, small, relations, self.split)) is not None:
+            return blocks
         if (column := row_column(eqn, relations, self.makers, self.drawn_rows, self.split)) is not None:
             self.counted[path] = column
             relations = [Invariant.BEFORE, *relations[1:]]  # the rows of the indices are those of the array

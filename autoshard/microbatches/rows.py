@@ -2,6 +2,8 @@
 
 The batch is G groups of rows, one after the other. Microbatch m of M has the rows m, m + M, m + 2M, ... of every group.
 So the shard that a device has of the batch has as many rows of every microbatch, and taking one moves nothing.
+
+A dim may have O blocks, one behind the other, each with all rows of the batch.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ class Microbatches:
 
 def stacked(array: Any, rows: Rows, split: Microbatches) -> Any:
     """[..., B, ...] -> [M, G, ..., B/MG, ...], or without G if there is one group: all microbatches."""
-    apart = _apart(array, rows, split)  # [..., G, B/MG, M, inner, ...]
-    outer = jnp.moveaxis(apart, (rows.dim + 2, rows.dim), (0, 1))
+    apart, dim = _apart(array, rows, split)
+    outer = jnp.moveaxis(apart, (dim + 2, dim), (0, 1))
     shape = _sized(array.shape, rows.dim, array.shape[rows.dim] // split.parts)
     return outer.reshape(split.count, *[split.groups] * (split.groups > 1), *shape)
 
@@ -48,8 +50,10 @@ def unstacked(array: Any, rows: Rows, split: Microbatches) -> Any:
     """The reverse of `stacked`."""
     inner, shape = rows.inner or 1, array.shape[1 + (split.groups > 1) :]
     before, size, after = shape[: rows.dim], shape[rows.dim], shape[rows.dim + 1 :]
-    apart = array.reshape(split.count, split.groups, *before, size // inner, inner, *after)
-    back = jnp.moveaxis(apart, (0, 1), (rows.dim + 2, rows.dim))
+    blocks = _blocks(size // (split.rows * inner))
+    apart = array.reshape(split.count, split.groups, *before, *blocks, split.rows, inner, *after)
+    dim = rows.dim + len(blocks)
+    back = jnp.moveaxis(apart, (0, 1), (dim + 2, dim))
     return back.reshape(_sized(shape, rows.dim, size * split.parts))
 
 
@@ -62,10 +66,10 @@ class Place(NamedTuple):
 
 def taken(array: Any, rows: Rows, split: Microbatches, place: Place) -> Any:
     """[..., B, ...] -> [..., B/MG, ...]: the rows of one group of one microbatch."""
-    apart = _apart(array, rows, split)
-    of_groups = jax.lax.dynamic_index_in_dim(apart, place.microbatch, rows.dim + 2, keepdims=False)
+    apart, dim = _apart(array, rows, split)
+    of_groups = jax.lax.dynamic_index_in_dim(apart, place.microbatch, dim + 2, keepdims=False)
     shape = _sized(array.shape, rows.dim, array.shape[rows.dim] // split.parts)
-    return _of_group(of_groups, rows.dim, place.group).reshape(shape)
+    return _of_group(of_groups, dim, place.group).reshape(shape)
 
 
 def _of_group(array: Any, dim: int, group: Any) -> Any:
@@ -83,11 +87,16 @@ def _of_group(array: Any, dim: int, group: Any) -> Any:
     return part(group, array)
 
 
-def _apart(array: Any, rows: Rows, split: Microbatches) -> Any:
-    """[..., B * inner, ...] -> [..., G, B/MG, M, inner, ...]."""
+def _apart(array: Any, rows: Rows, split: Microbatches) -> tuple[Any, int]:
+    """[..., O * B * inner, ...] -> [..., O, G, B/MG, M, inner, ...], without O if it is 1; and the dim of G."""
     dim, inner = rows.dim, rows.inner or 1
-    here = split.groups, array.shape[dim] // (split.parts * inner), split.count, inner
-    return array.reshape(*array.shape[:dim], *here, *array.shape[dim + 1 :])
+    blocks = _blocks(array.shape[dim] // (split.batch * inner))
+    here = *blocks, split.groups, split.rows, split.count, inner
+    return array.reshape(*array.shape[:dim], *here, *array.shape[dim + 1 :]), dim + len(blocks)
+
+
+def _blocks(count: int) -> tuple[int, ...]:
+    return (count,) * (count > 1)
 
 
 def _sized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -127,9 +127,8 @@ def formulator(
 
     def made(offered: OptionSet | None = None, until: float = math.inf) -> Formulation:
         make_prices = functools.partial(lists().prices, offered=offered)
-        prices = make_prices(steps=None if offered is None else offered.steps_by_rank)
-        found = formulation(prices, until, counts_memory=True)
-        alone = functools.partial(make_prices, waits_only=True, steps=prices.steps_by_rank)
+        found = formulation(make_prices(), until, counts_memory=True)
+        alone = functools.partial(make_prices, waits_only=True)
         waits = once_in_time(lambda until: formulation(alone(), until, counts_memory=False).problem)
         return replace(found, rules=tuple(rules), fingerprint=program.fingerprint, waits=waits)
 

@@ -104,6 +104,8 @@ def from_text(text: str) -> Any:
         ValueError: it is no JSON, or it is damaged.
         RecursionError: it is nested too deep to be a plan.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"it is {text!r}, where a text is needed")
     text = text.replace("\r\n", "\n")
     found = _DIGEST.search(text)
     if found and hashlib.sha256(text[: found.start()].encode()).hexdigest() != found[1]:

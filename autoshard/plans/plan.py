@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard.errors import PlanError
+from autoshard.errors import ArgumentError, PlanError
 from autoshard.jaxprs import HOST
 from autoshard.layout import Layout, spec_of, with_auto_axes, with_axis_types
 from autoshard.plans.activations import Activation
@@ -149,12 +149,20 @@ class PlanData:
 
         Args:
             argnum: position among the arguments that are not static.
+
+        Raises:
+            ArgumentError: there is no such argument.
         """
         structs = [
             jax.ShapeDtypeStruct(placed.shape, _dtype(placed.dtype), sharding=sharding)
             for placed, sharding in zip(self.arguments, self.flat_in_shardings, strict=True)
         ]
-        return self.argument_tree.filled(structs)[0][argnum]
+        positional = self.argument_tree.filled(structs)[0]
+        if not isinstance(argnum, int) or not -len(positional) <= argnum < len(positional):
+            raise ArgumentError(
+                f"abstract({argnum!r}): {self.name} has {len(positional)} positional arguments, from 0 on"
+            )
+        return positional[argnum]
 
     def on(self, mesh: Mesh | AbstractMesh) -> Self:
         """This plan on another mesh of the same axes: made for an AbstractMesh, say, and used on devices.

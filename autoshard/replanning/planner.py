@@ -128,8 +128,11 @@ class Planner:
         """The arguments that a path, the end of one, or a glob fits; those with the fewest keys first.
 
         Raises:
+            ArgumentError: it is no text.
             PlanError: there is none; the message names those that are near.
         """
+        if not isinstance(path, str):
+            raise ArgumentError(f"{path!r} is no path; the text of one is needed, as print(plan) has it")
         names = [value.name for value in self.program.arguments]
         if path in names:
             return [names.index(path)]

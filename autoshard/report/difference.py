@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
 
+from autoshard.errors import ArgumentError
 from autoshard.layout import Layout, spec_of
 from autoshard.mesh.collectives import Collective
 from autoshard.plans.plan import PlacedArray, PlanData
@@ -76,7 +77,15 @@ class Difference:
 
     @classmethod
     def of(cls, plan: PlanData, other: PlanData) -> Difference:
-        """The difference of two plans, loaded or not, of one step or of two."""
+        """The difference of two plans, loaded or not, of one step or of two.
+
+        Raises:
+            ArgumentError: `other` is no plan.
+        """
+        if not isinstance(other, PlanData):
+            raise ArgumentError(
+                f"diff({other!r}): another plan is needed, as Plan.load(path, mesh) reads it from a file"
+            )
         return cls(
             name=plan.name,
             other_name=other.name,

@@ -108,7 +108,7 @@ class OpenChoice(Generic[Planned]):
                 return self._within(limit * options.backend.usable, {})
             return None
 
-        return confirmed(error, planned, compiled)
+        return confirmed(error, planned, compiled, options.untried)
 
     def _leaner(self, target: float) -> Plan:
         """The fastest that holds no more than the target, or else the leanest."""

@@ -379,7 +379,8 @@ def test_types_of_arguments_are_kept_and_others_are_open():
         made = plan(step, w, x, mesh=MESH)
         assert in_specs(made) == [P(None, "model"), P("data", None)]
         assert made.out_shardings[0] == NamedSharding(MESH, P(None, "model"))
-        free = plan(open_arguments()[0], *open_arguments()[1:], mesh=MESH, topology="v5e:8")
+        large = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1024, 1024), (4096, 1024)))
+        free = plan(open_arguments()[0], *large, mesh=MESH, topology="v5e:8")
         assert any(any(layout_of(s, 2)) for s in in_specs(free))
         ignored = plan(step, w, x, mesh=MESH, ignore_constraints=True)
         assert not any(e.primitive == "sharding_constraint" for e in ignored.lowering.program.equations)

@@ -186,6 +186,85 @@ def test_explicit_style_takes_and_returns_types(plan):
     assert collectives(compiled.as_text()) == collectives(plan.lowering().compile().as_text())
 
 
+class Given(carried_steps.NamedTuple):
+    w: object
+
+
+def step_by_turns(state, x, turns, act="tanh"):
+    """On Explicit axes JAX adds operations to `where`; a class made here cannot be written."""
+
+    class Made(carried_steps.NamedTuple):
+        w: object
+
+    found = step_by_turns.__dict__.setdefault("made", Made)
+    for _ in range(turns):
+        x = getattr(jnp, act)(x @ state.w)
+    x = jax.lax.with_sharding_constraint(jnp.where(x > 0, x[:, ::-1], x), P("data"))
+    return found(state.w - x.T @ x), jnp.sum(x)
+
+
+def test_explicit_style_takes_static_arguments_and_classes_that_no_module_names():
+    mesh, arguments = mesh_of(), (Given(jnp.full((16, 16), 0.1)), jnp.ones((16, 16)), 2)
+    plan = autoshard.plan(
+        step_by_turns, *arguments, mesh=mesh, static_argnums=2, fixed={"state/w": P("model"), "x": P("data")}
+    )
+    found = defined(plan.to_code("explicit"))
+    with jax.set_mesh(found["typed_mesh"](mesh)):
+        made, total = jax.jit(found["explicit"](step_by_turns, mesh, static_argnums=2), static_argnums=2)(*arguments)
+    with jax.set_mesh(mesh):
+        wanted, wanted_total = jax.jit(step_by_turns, static_argnums=2)(*arguments)
+    assert jax.typeof(made.w).sharding.mesh.axis_types == (AxisType.Explicit,) * 2
+    np.testing.assert_allclose(made.w, wanted.w, rtol=1e-5)
+    np.testing.assert_allclose(total, wanted_total, rtol=1e-5)
+
+
+def test_explicit_style_takes_equinox_modules_of_classes_that_no_module_names():
+    class Local(eqx.Module):
+        linear: eqx.nn.Linear
+        drop: eqx.nn.Dropout
+        activation: object = jax.nn.relu
+
+    def step(model, x):
+        def loss(model):
+            found = jax.vmap(lambda row: model.activation(model.drop(model.linear(row), inference=True)))(x)
+            return jnp.mean(jnp.where(found > 0, found[:, ::-1], found))
+
+        value, gradient = eqx.filter_value_and_grad(loss)(model)
+        return eqx.apply_updates(model, gradient), value
+
+    arguments = Local(eqx.nn.Linear(8, 8, key=jax.random.key(0)), eqx.nn.Dropout(0.5)), jnp.ones((16, 8))
+    mesh = mesh_of()
+    found = defined(autoshard.plan(step, *arguments, mesh=mesh, fixed={"x": P("data")}).to_code("explicit"))
+    shardings = found["in_shardings"](mesh, arguments)
+    assert shardings[1].spec == P("data", None) and shardings[0].activation is None and shardings[0].drop.p is None
+    with jax.set_mesh(found["typed_mesh"](mesh)):
+        model, value = eqx.filter_jit(found["explicit"](step, mesh))(*arguments)
+    wanted, wanted_value = eqx.filter_jit(step)(*arguments)
+    assert model.activation is jax.nn.relu and model.drop.p == 0.5
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    np.testing.assert_allclose(model.linear.weight, wanted.linear.weight, rtol=1e-5)
+
+
+def test_arguments_may_be_weak_at_first_and_not_later():
+    """As a temperature that began as a number: its first update is strong, and JAX has other operations for it."""
+
+    def step(temperature, w, x):
+        def loss(t, w):
+            return jnp.mean((x.astype(jnp.bfloat16) * jnp.exp(t)) @ w)
+
+        one, other = jax.grad(loss, (0, 1))(temperature, w)
+        return temperature - one.astype(jnp.float32), w - other
+
+    arguments = jnp.asarray(0.07), jnp.ones((16, 8), jnp.bfloat16), jnp.ones((8, 16))
+    assert arguments[0].weak_type and not jnp.float32(0.07).weak_type
+    plan = autoshard.plan(step, *arguments, mesh=mesh_of(), fixed={"w": P("data"), "x": P("model")})
+    constrained = jax.jit(defined(plan.to_code())["constrained"](step, mesh_of()))
+    first = constrained(*arguments)
+    assert not first[0].weak_type
+    second = constrained(first[0], *arguments[1:])
+    assert jax.tree.map(jnp.shape, second) == jax.tree.map(jnp.shape, first) and second[1].dtype == jnp.bfloat16
+
+
 def test_a_step_of_explicit_mode_keeps_its_types():
     mesh = mesh_of(AxisType.Explicit)
 

@@ -1,5 +1,6 @@
 """`reshard` held against the collectives of compiled programs. All pairs of layouts: `benchmarks/resharding.py`."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -12,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard.compiled.collectives import read_collectives
 from autoshard.layout import Layout, spec_of
+from autoshard.mesh import tilings
 from autoshard.mesh.collectives import seconds
 from autoshard.mesh.links import Link
-from autoshard.mesh.resharding import Step, _Group, _path, _path_by_any_names, path, reshard, reshard_seconds, stops
+from autoshard.mesh.resharding import Step, _Group, _path, path, reshard, reshard_seconds, stops
 from autoshard.mesh.topology import Topology
 
 MESHES = [{"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}]
@@ -128,8 +130,8 @@ def test_oracle_can_fail(monkeypatch):
 
 
 def forget():
-    _path.cache_clear()
-    _path_by_any_names.cache_clear()
+    for function in (_path, tilings.tiling_of, tilings.members_of):
+        function.cache_clear()
 
 
 # by hand: 16x24 float32 on x=4, y=2 is 1536 bytes: (from, to, steps)
@@ -170,7 +172,7 @@ def test_an_uneven_dim_is_padded():
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 4, 2), (8, 8)])
 def test_what_is_found_for_layouts_alike_is_found_for_each(sizes):
-    """Whole dims are left out and axes of one size renamed; that changes nothing, and what depends on them is told."""
+    """Whole dims are left out; that changes nothing, and what depends on them is told."""
     mesh, rng = dict(zip("xyz", sizes, strict=False)), random.Random(0)
     every = {ndim: layouts(mesh, ndim) for ndim in (1, 2, 3, 4, 5)}
     remembered = set()
@@ -181,3 +183,33 @@ def test_what_is_found_for_layouts_alike_is_found_for_each(sizes):
         assert found == _path(source, target, tuple(mesh.items()))[0], (source, target)
         remembered.add(found)
     assert len(remembered) > 20
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2), (2, 2, 2, 2), (3, 9)], ids=str)
+def test_digits_tell_what_devices_do(monkeypatch, sizes):
+    """Both ways to write tilings lead to the same collectives, axes in any order inside a dim."""
+    mesh, rng = tuple(zip("xyzw", sizes, strict=False)), random.Random(0)
+    pairs = [tuple(_random_layout(rng, dict(mesh), ndim) for _ in range(2)) for ndim in (2, 3) for _ in range(300)]
+    by_digits = [_path(*pair, mesh) for pair in pairs]
+    forget()
+    with monkeypatch.context() as without:
+        without.setattr(tilings, "prime_of", lambda _: 0)
+        assert by_digits == [_path(*pair, mesh) for pair in pairs]
+    forget()
+
+
+def test_other_digits_are_other_collectives(monkeypatch):
+    """A fault in digits: copies become tiles from the minor one on."""
+    mesh = (("x", 2), ("y", 2), ("z", 2))
+    every = list(itertools.permutations(layouts(dict(mesh), 2), 2))
+    right = [_path(*pair, mesh) for pair in every]
+    forget()
+    with monkeypatch.context() as planted:
+        spread = tilings.DigitTiling.spread
+        planted.setattr(tilings.DigitTiling, "spread", lambda tiling, factors: spread(_backwards(tiling), factors))
+        assert right != [_path(*pair, mesh) for pair in every]
+    forget()
+
+
+def _backwards(tiling):
+    return dataclasses.replace(tiling, rest=tiling.rest[::-1])

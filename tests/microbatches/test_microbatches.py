@@ -178,6 +178,43 @@ def test_results_per_row_come_back_in_their_places():
     check(step, (WEIGHTS, BATCH), groups=2)
 
 
+def views_behind_each_other(weights, batch):
+    """Losses of pairs, as of chosen and rejected answers; classifier-free guidance; a batch that is repeated."""
+    x, y = batch["x"], batch["y"]
+    rows = len(x)
+
+    def loss(weights):
+        both = layers(weights, jnp.concatenate([x, y, jnp.zeros_like(x)]))
+        one, other, _ = jnp.split(both, 3)
+        merged = both.reshape(-1, FEATURES)[: 2 * both[0].shape[0] * rows]
+        return jnp.mean(jax.nn.softplus(one - other)) + jnp.mean(merged**2) + jnp.mean(both[rows : 2 * rows] * one)
+
+    tiled = jnp.tile(layers(weights, x), (2, 1, 1))
+    padded = jnp.pad(y, ((rows, 0), (0, 0), (0, 1)), constant_values=1.0)
+    return jax.value_and_grad(loss)(weights), tiled, padded, jnp.concatenate([y, x]).sum(0)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_batches_behind_each_other_are_rows(groups):
+    check(views_behind_each_other, (WEIGHTS, BATCH), count=2, groups=groups)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda weights, batch: jnp.concatenate([batch["x"][1:], batch["x"][:1]]),
+        lambda weights, batch: batch["x"][: len(batch["x"]) // 2],
+        lambda weights, batch: jnp.concatenate([batch["x"], batch["y"]]).reshape(-1, 2, *batch["x"].shape[1:]),
+        lambda weights, batch: jnp.cumsum(jnp.concatenate([batch["x"], batch["y"]]), axis=0),
+        lambda weights, batch: jnp.concatenate([batch["x"], batch["y"]])[::2],
+    ],
+    ids=["shifted", "half", "pairs of rows", "summed up", "every other"],
+)
+def test_what_cuts_between_rows_is_refused(step):
+    with pytest.raises(MicrobatchError, match=r"needs all rows of the batch at once|takes the dim of the batch apart"):
+        in_parts(step, (WEIGHTS, BATCH), count=2)
+
+
 def layered_with_metrics(weights, batch):
     """Metrics that are no sums, of all layers and inside their loop; their derivatives stand in the trace unread."""
 

@@ -93,16 +93,15 @@ def in_parts(
     """
     axes = _axes_of(mesh)
     partitions = coarse_partitions(axes)
-    offered = OptionSet(partitions)
     try:
-        part = formulated(offered=offered, until=until)
+        part = formulated(offered=OptionSet(partitions), until=until)
     except FormulatingLate:
         return _as_one_axis(axes, formulated)
     try:
         for _ in range(REFINEMENTS):
             choice = solve_within(part, PART_SHARE * time_limit, until=until, search=search).choice
             near = near_choice(part, choice, _partitions_used(part, choice, partitions))
-            part = formulated(offered=replace(near, steps_by_rank=offered.steps_by_rank), until=until)
+            part = formulated(offered=near, until=until)
     except SolverError:
         pass  # whoever solves the part says what is wrong
     except FormulatingLate:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from autoshard.layout import Layout
 from autoshard.model.groups import Group
-from autoshard.model.pricing.resharding_steps import ReshardingSteps
 
 Partition = tuple[tuple[str, ...], ...]  # blocks of mesh axes
 Place = Mapping[str, int]  # mesh axis -> the factor or dim that it splits; axes that split nothing are left out
@@ -38,7 +37,6 @@ class OptionSet:
     groups: Mapping[int, Place] = field(default_factory=dict)  # group index -> how it was split
     homes: Mapping[int, Place] = field(default_factory=dict)  # argument index -> how it lay
     changes: int = 0  # in how many axes an option near a choice may differ from it
-    steps_by_rank: dict[int, ReshardingSteps] = field(default_factory=dict)  # of reshardings, which parts share
 
     def choices(self, group: Group, axes: Sequence[str], factors: Sequence[int]) -> Iterable[tuple[int | None, ...]]:
         """Per axis the factor that it splits, or None: the strategies of a group that are offered."""

@@ -12,6 +12,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.regions.pricing import Regions
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import Backend
@@ -75,6 +76,7 @@ class PriceLists:
             places=places_of(program) if backend.number_bytes else None,
             instead=read_through(groups),
             images=image_dims(program),
+            steps=ReshardingSteps(mesh, backend.gathers),
             regions=Regions(program, mesh, topology, backend, formulate),
         )
         return cls(program, groups, backend, prices)

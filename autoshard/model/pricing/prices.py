@@ -93,14 +93,14 @@ class Prices:
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
         waits_only: bool = False,
-        steps: dict[int, ReshardingSteps] | None = None,
+        steps: ReshardingSteps | None = None,
         offered: OptionSet | None = None,
         regions: Regions | None = None,
     ):
         """
         Args:
             regions: what devices run on their own shards; not needed where nothing does.
-            steps: rank of arrays -> steps between their layouts, as other prices for this mesh and backend know them.
+            steps: of reshardings, as other prices for this mesh and backend know them.
             offered: the strategies and homes that are priced; None: all.
             waits_only: whether communication alone counts: devices compute in no time, and nothing is hidden.
         """
@@ -124,7 +124,7 @@ class Prices:
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
-        self.steps_by_rank: dict[int, ReshardingSteps] = {} if steps is None else steps
+        self.resharding_steps = ReshardingSteps(self.mesh, backend.gathers) if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
@@ -205,7 +205,7 @@ class Prices:
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            moves = self._steps_of(len(value.shape)).steps(rows, columns, self.memo.tick)[..., 0] > 0
+            moves = self.resharding_steps.steps(rows, columns, self.memo.tick)[..., 0] > 0
             moves |= written & differ(rows, columns)
             return read_only(~moves[np.ix_(places_among(sources, rows), places_among(targets, columns))])
 
@@ -337,7 +337,7 @@ class Prices:
             pairs = self.memo.in_time(self._pair(shape, width, a, b, late, image_dims)[1:] for a, b in every)
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
-        moves = self._steps_of(len(shape))
+        moves = self.resharding_steps
         steps = moves.steps(sources, targets, self.memo.tick)
         total = math.prod(shape) * width
         of_step = [(0.0, 0.0, 0.0, False)]
@@ -356,9 +356,6 @@ class Prices:
             more = self._extra_copies(shape, width, image_dims, sources, targets)
             seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
         return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
-
-    def _steps_of(self, rank: int) -> ReshardingSteps:
-        return self.steps_by_rank.setdefault(rank, ReshardingSteps(self.mesh, self.backend.gathers))
 
     def _out_of_order(self, shape: tuple[int, ...], sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """[several, source, target]: whether what is gathered, in one dim or in several, is copied into order."""

@@ -13,15 +13,13 @@ from autoshard.model.xla.gathers import Gathers, combined
 
 
 class ReshardingSteps:
-    """The steps of resharding between layouts of one rank: they depend on no shape that divides evenly."""
+    """The steps of resharding between layouts: they depend on no shape that divides evenly."""
 
     def __init__(self, mesh: MeshShape, gathers: Gathers):
         self.mesh, self.gathers = mesh, gathers
         self.known: dict[tuple[str, tuple[str, ...], int, bool], int] = {}  # kind, axes, tiles, several -> from 1
-        self._number: dict[Layout, int] = {}
-        self._matters: dict[bytes, bool] = {}  # see `_kinds`
-        # [source, target, step]: its number; 0: none; -1: unknown
-        self._steps = np.full((0, 0, 0), -1, dtype=np.int32)
+        self._of_kinds: dict[bytes, tuple[int, ...] | None] = {}  # None: pairs of one kind may differ
+        self._tables: dict[int, _StepTable] = {}  # by rank
 
     def steps(
         self, sources: Sequence[Layout], targets: Sequence[Layout], tick: Callable[[], None] = never_late
@@ -29,89 +27,101 @@ class ReshardingSteps:
         """[source, target, step]: which of `known` it is; 0 where there are fewer steps.
 
         Args:
+            sources: as `targets`, layouts of one rank; one at least.
             tick: called before the steps of each pair are found; what it raises ends that.
         """
-        for layout in (*sources, *targets):
-            self._number.setdefault(layout, len(self._number))
-        missing = len(self._number) - len(self._steps)
-        if missing > 0:
-            self._steps = np.pad(self._steps, [(0, missing), (0, missing), (0, 0)], constant_values=-1)
-            self._widen(1)
-        rows, columns = (np.array([self._number[layout] for layout in layouts]) for layouts in (sources, targets))
-        cells = np.ix_(rows, columns)
-        unknown = np.argwhere(self._steps[*cells, 0] < 0)
+        table = self._tables.setdefault(len(sources[0]), _StepTable())
+        rows, columns = table.numbers(sources), table.numbers(targets)
+        unknown = np.argwhere(table.steps[*np.ix_(rows, columns), 0] < 0)
         if len(unknown):
-            self._steps[rows[unknown[:, 0]], columns[unknown[:, 1]]] = self._found(sources, targets, unknown, tick)
-        return self._steps[cells]
+            pairs = rows[unknown[:, 0]], columns[unknown[:, 1]]
+            table.learn(pairs, *self._found(sources, targets, unknown, tick))
+        return table.steps[np.ix_(rows, columns)]
 
     def _found(
         self, sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarray, tick: Callable[[], None]
-    ) -> np.ndarray:
-        """[pair, step]: the steps between each pair, given as [pair, (source, target)]."""
-        kinds = _kinds(sources, targets, pairs, self.mesh, tick, self._matters)
-        _, firsts, kind_of = np.unique(kinds, return_index=True, return_inverse=True)
-        found = []
-        for source, target in ((sources[i], targets[j]) for i, j in pairs[firsts].tolist()):
-            tick()
-            steps = combined(path(source, target, self.mesh), self.mesh, self.gathers)
-            found.append([self.known.setdefault(step, len(self.known) + 1) for step in steps])
-        self._widen(max(map(len, found)))
-        width = self._steps.shape[2]
-        return np.array([[*steps, *[0] * (width - len(steps))] for steps in found], dtype=np.int32)[kind_of]
+    ) -> tuple[list[tuple[int, ...]], np.ndarray]:
+        """Rows of steps, and which of them is of each pair, given as [pair, (source, target)].
 
-    def _widen(self, count: int) -> None:
-        more = count - self._steps.shape[2]
+        Pairs whose axes stand in mesh order are of one kind if they are alike without the dims that neither layout
+        splits. The same steps lead between them, unless such dims may matter.
+        """
+        found: list[tuple[int, ...]] = []
+        kinds, ordered = _kinds(sources, targets, pairs, self.mesh)
+        rows = np.full(len(pairs), -1)
+        _, firsts, number = np.unique(kinds[ordered], axis=0, return_index=True, return_inverse=True)
+        row_of_kind = np.full(len(firsts), -1)
+        for kind, first in enumerate(np.flatnonzero(ordered)[firsts].tolist()):
+            i, j = pairs[first].tolist()
+            steps = self._of_kind(kinds[first].tobytes(), sources[i], targets[j], tick)
+            if steps is not None:
+                row_of_kind[kind] = len(found)
+                found.append(steps)
+        rows[ordered] = row_of_kind[number.ravel()]
+        for pair in np.flatnonzero(rows < 0).tolist():
+            tick()
+            i, j = pairs[pair].tolist()
+            rows[pair] = len(found)
+            found.append(self._between(sources[i], targets[j]))
+        return found, rows
+
+    def _of_kind(self, kind: bytes, source: Layout, target: Layout, tick: Callable[[], None]) -> tuple[int, ...] | None:
+        """The steps between all pairs of a kind, of which this is one; None if they may differ."""
+        if kind not in self._of_kinds:
+            tick()
+            differ_inside = depends_on_whole_dims(source, target, self.mesh)
+            self._of_kinds[kind] = None if differ_inside else self._between(source, target)
+        return self._of_kinds[kind]
+
+    def _between(self, source: Layout, target: Layout) -> tuple[int, ...]:
+        steps = combined(path(source, target, self.mesh), self.mesh, self.gathers)
+        return tuple(self.known.setdefault(step, len(self.known) + 1) for step in steps)
+
+
+class _StepTable:
+    """Of layouts of one rank: between which pairs which steps lead."""
+
+    def __init__(self) -> None:
+        self._number: dict[Layout, int] = {}
+        self.steps = np.full((0, 0, 1), -1, dtype=np.int32)  # [source, target, step]: 0: none; -1: unknown
+
+    def numbers(self, layouts: Sequence[Layout]) -> np.ndarray:
+        """[layout]: its row and column."""
+        numbers = [self._number.setdefault(layout, len(self._number)) for layout in layouts]
+        missing = len(self._number) - len(self.steps)
+        if missing:
+            self.steps = np.pad(self.steps, [(0, missing), (0, missing), (0, 0)], constant_values=-1)
+        return np.array(numbers)
+
+    def learn(self, pairs: tuple[np.ndarray, np.ndarray], found: list[tuple[int, ...]], rows: np.ndarray) -> None:
+        """Writes down which of some rows of steps is of each pair."""
+        more = max(map(len, found)) - self.steps.shape[2]
         if more > 0:
-            rows, columns, before = self._steps.shape
-            added = np.where(self._steps[..., :1] < 0, -1, 0) if before else np.full((rows, columns, 1), -1)
-            self._steps = np.concatenate([self._steps, added.repeat(more, axis=2)], axis=2, dtype=np.int32)
+            unknown = self.steps[..., :1] < 0
+            added = np.where(unknown, np.int32(-1), np.int32(0)).repeat(more, axis=2)
+            self.steps = np.concatenate([self.steps, added], axis=2)
+        width = self.steps.shape[2]
+        table = np.array([[*steps, *[0] * (width - len(steps))] for steps in found], dtype=np.int32)
+        self.steps[pairs] = table[rows]
 
 
 def _kinds(
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
-    pairs: np.ndarray,
-    mesh: MeshShape,
-    tick: Callable[[], None] = never_late,
-    known: dict[bytes, bool] | None = None,
-) -> np.ndarray:
-    """[pair]: a number, equal only for pairs between which the same steps lead.
-
-    Pairs are of one kind that are alike without the dims that neither layout splits, unless such dims may matter.
+    sources: Sequence[Layout], targets: Sequence[Layout], pairs: np.ndarray, mesh: MeshShape
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each pair, the dims that axes split, numbered without those that neither layout splits; and if in mesh order.
 
     >>> layouts = [(("a",), (), ()), ((), (), ("a",)), ((), ("a",), ())]
-    >>> _kinds(layouts, layouts, np.array([(0, 1), (0, 2), (1, 0)]), {"a": 2}).tolist()
-    [0, 0, 1]
-
-    Args:
-        known: which dims axes split in a pair -> whether other dims may matter. This call adds to it.
+    >>> _kinds(layouts, layouts, np.array([(0, 1), (0, 2), (1, 0)]), {"a": 2})[0].tolist()
+    [[1, 2], [1, 2], [2, 1]]
     """
-    if not mesh:  # nothing is split
-        return np.zeros(len(pairs), dtype=int)
     split = np.concatenate([_dims_split(sources, mesh)[pairs[:, 0]], _dims_split(targets, mesh)[pairs[:, 1]]], axis=1)
-    rank, number = len(sources[0]), np.arange(len(pairs))
+    rank, number = len(sources[0]), np.arange(len(pairs))[:, np.newaxis]
     used = np.zeros((len(pairs), rank + 1), dtype=bool)
-    for column in split.T:
-        used[number, column] = True
+    used[number, split] = True
     used[:, 0] = False  # stands for axes that split nothing
-    places = used.cumsum(axis=1)
-    without = np.stack([places[number, column] for column in split.T], axis=1)
-    _, firsts, kinds = np.unique(without, axis=0, return_index=True, return_inverse=True)
-    kinds = kinds.ravel()
     ordered = np.array([in_mesh_order(layout, mesh) for layout in sources])[pairs[:, 0]]
     ordered &= np.array([in_mesh_order(layout, mesh) for layout in targets])[pairs[:, 1]]
-    known, matters = {} if known is None else known, []
-    for row, first, (i, j) in zip(without[firsts], firsts.tolist(), pairs[firsts].tolist(), strict=True):
-        key = row.tobytes() if ordered[first] else None  # where axes stand in another order, more than dims tell pairs
-        if key is None or key not in known:
-            tick()
-            found = depends_on_whole_dims(sources[i], targets[j], mesh)
-        else:
-            found = known[key]
-        if key is not None:
-            known[key] = found
-        matters.append(found)
-    return np.where(np.array(matters)[kinds] | ~ordered, len(firsts) + number, kinds)
+    return used.cumsum(axis=1)[number, split], ordered
 
 
 def _dims_split(layouts: Sequence[Layout], mesh: MeshShape) -> np.ndarray:

@@ -110,6 +110,7 @@ H100 = Backend(
         overwrites_operands=True,
         overwritten_by=_IN_PLACE - {"sort"},
         reshapes_in_place=True,
+        normalises=True,
     ),
     operations=Operations(least_seconds=KERNEL_SECONDS, are_kernels=True),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
@@ -125,7 +126,7 @@ V5E = Backend(
     number_bytes=2**14,
     tile=(8, 128),
     on_chip_bytes=88 * 2**20,  # of 128 MiB; arguments are copied there, too (`tests/model/xla/test_chip_memory.py`)
-    combining=Combining(below_bytes=2**26, counts=True),
+    combining=Combining(below_bytes=2**26),
     convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7)),
     fourier_products=FourierProducts(passes=6, side=128, memory_passes=2.5),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),

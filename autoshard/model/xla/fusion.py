@@ -21,6 +21,7 @@ from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
 from autoshard.model.xla.convolutions import copies_argument, reads_rounded
 from autoshard.model.xla.cpu.reductions import computes_as_it_reduces
+from autoshard.model.xla.gpu.normalisations import Normalisations, normalisations
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 
@@ -46,6 +47,7 @@ class Fusion:
     overwrites_operands: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
     overwritten_by: frozenset[str] = frozenset()  # other primitives that go into such a buffer
     reshapes_in_place: bool = False  # arrays are dense: other dims for the same elements are no copy
+    normalises: bool = False  # softmaxes and norms of rows are one operation, whose result is stored
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,10 @@ def recomputation(
         devices: of the mesh.
     """
     stored = stored | _guarded(program, groups)
-    are_stored = [any(made.value.id in stored for made in group.outputs) for group in groups]
+    rows = normalisations(groups, users) if backend.fusion.normalises else Normalisations()
+    are_stored = [
+        group.index in rows.ends or any(made.value.id in stored for made in group.outputs) for group in groups
+    ]
     folds = not backend.fusion.takes_in
     ones = _ones(program)
     folded = [
@@ -91,7 +96,7 @@ def recomputation(
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
         again = not is_stored and (
-            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices)
+            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices, rows)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))
@@ -199,6 +204,7 @@ def _is_repeated(
     moved: Container[int],
     backend: Backend,
     devices: int,
+    rows: Normalisations,
 ) -> bool:
     """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
 
@@ -209,12 +215,13 @@ def _is_repeated(
         moved: values that are made of what is moved as it is read.
         backend: the compiler.
         devices: of the mesh.
+        rows: the kernels that normalise rows.
     """
     first = group.equations[0].primitive
     if not users or not (group.fuses or first == "scan_slice" or first in backend.fusion.taken_in):
         return False
     if backend.fusion.takes_in:
-        if _is_normalised(group, users):
+        if group.index not in rows.inside and _is_normalised(group, users):
             return False
         if backend.rounding.operands and any(reads_rounded(user.equations[0], group) for user in users):
             return False

@@ -111,7 +111,7 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         loss,
         [array(64, 64), array(1024, 64), array(1024, 64)],
         [WHOLE, ROWS, ROWS],
-        without(combining=Combining(below_bytes=2.0**26)),
+        lambda patch: patch.setattr(Combining, "counted", lambda combining, _: combining),  # its launch costs nothing
     ),
     "sums of what a loop hands on": (
         lambda w, x: jax.lax.scan(lambda x, _: (lambda y: (y, y.mean()))(jnp.tanh(x @ w)), x, None, length=16),

@@ -1,0 +1,94 @@
+"""What GPUs store of softmaxes and norms of rows: kernels by hand, and peaks as XLA for GPU has them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from autoshard import plan
+from autoshard.model.xla import fusion
+from autoshard.model.xla.gpu.normalisations import Normalisations
+
+ROWS = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+LABELS = jax.ShapeDtypeStruct((1024,), jnp.int32)
+SCALES = jax.ShapeDtypeStruct((4096,), jnp.float32)
+MESH, TARGET = AbstractMesh((8,), ("data",)), "h100:8"
+
+
+def picked(x, labels):
+    return jnp.take_along_axis(x, labels[:, None], axis=-1).sum()
+
+
+def log_likelihood(x, labels):
+    return picked(jax.nn.log_softmax(x), labels)
+
+
+def centred(x, labels):
+    """Two read what is left of the rows without their maxima."""
+    x = x - jax.lax.stop_gradient(x.max(axis=-1, keepdims=True))
+    return (jnp.log(jnp.exp(x).sum(axis=-1)) - jnp.take_along_axis(x, labels[:, None], axis=-1)[:, 0]).mean()
+
+
+def entropy(x):
+    """Two softmaxes and their product: one kernel."""
+    return -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(axis=-1).mean()
+
+
+def most_likely(x):
+    """The kernel reduces the rows, too."""
+    return jax.nn.softmax(x * 2).max(axis=-1).mean()
+
+
+def scaled(x, scales):
+    return (x * jax.lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6) * scales).sum()
+
+
+def by_columns(x):
+    return (jax.nn.softmax(x, axis=0) ** 2).sum()
+
+
+PROGRAMS = {  # function of what shapes, how many kernels store what they make
+    "log_likelihood": (log_likelihood, (ROWS, LABELS), 1),
+    "centred": (centred, (ROWS, LABELS), 0),
+    "entropy": (entropy, (ROWS,), 1),
+    "most_likely": (most_likely, (ROWS,), 0),
+    "scaled": (scaled, (ROWS, SCALES), 1),
+    "scaled, and its gradient": (jax.value_and_grad(scaled), (ROWS, SCALES), 0),
+    "by_columns": (by_columns, (ROWS,), 0),
+}
+
+
+COMPILED = [name for name in PROGRAMS if name not in ("by_columns", "centred")]  # XLA stores less, and more
+
+
+def planned(name):
+    function, shapes, _ = PROGRAMS[name]
+    fixed = {"x": PartitionSpec("data")}
+    return plan(function, *shapes, mesh=MESH, topology=TARGET, fixed=fixed)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_by_hand(monkeypatch, name):
+    found, of = [], fusion.normalisations
+    monkeypatch.setattr(fusion, "normalisations", lambda *args: found.append(of(*args)) or found[-1])
+    planned(name)
+    assert {len(one.ends) for one in found} == {PROGRAMS[name][2]}
+
+
+def assert_stored(name):
+    verified = planned(name).verify(TARGET)
+    assert verified.predicted_peak == pytest.approx(verified.actual_peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_peaks_are_those_of_the_compiler(name):
+    pytest.importorskip("jax_cuda13_plugin")
+    assert_stored(name)
+
+
+@pytest.mark.parametrize("name", ["log_likelihood", "scaled"])
+def test_kernels_that_store_nothing_are_caught(monkeypatch, name):
+    pytest.importorskip("jax_cuda13_plugin")
+    monkeypatch.setattr(fusion, "normalisations", lambda *_: Normalisations())
+    with pytest.raises(AssertionError):
+        assert_stored(name)
