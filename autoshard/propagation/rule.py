@@ -28,6 +28,7 @@ from autoshard.propagation.halos import Reach
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: dim -> factors, major to minor
 Shape = tuple[int, ...]
 
+NONE: frozenset[str] = frozenset()  # of all rules: an empty set takes 216 bytes, and most sets of a rule are empty
 KEPT_RULES = 256  # by each function that makes rules of shapes: those of a large step, and not of every shape there was
 
 
@@ -42,9 +43,9 @@ class Rule:
     need_replication: frozenset[str]  # must be whole on every device for the op (sort, fft, ...); propagates still
     permutation: frozenset[str]  # splitting costs communication of its own; strategies split those with a reach only
     given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # factor -> the mesh axes that the user says
-    open_axes: frozenset[str] = frozenset()  # mesh axes that may split given factors further, where no others may
+    open_axes: frozenset[str] = NONE  # mesh axes that may split given factors further, where no others may
     reaches: tuple[Reach[str], ...] = ()  # what devices read beyond their shards, where permutation factors are split
-    summed: frozenset[str] = frozenset()  # permutation factors whose split leaves partial results, too
+    summed: frozenset[str] = NONE  # permutation factors whose split leaves partial results, too
     batch_factor: str | None = None  # of windows: the factor along which none moves
     alike: Mapping[str, str] = field(default_factory=dict)  # factor -> the exchanged one that strategies split with it
 
@@ -63,7 +64,8 @@ class Rule:
     @cached_property
     def exchanged(self) -> frozenset[str]:
         """The permutation factors that a strategy may split: devices exchange halos."""
-        return frozenset(rows.factor for reach in self.reaches for rows in reach.rows if self.sizes[rows.factor] > 1)
+        moved = (rows.factor for reach in self.reaches for rows in reach.rows)
+        return frozenset(factor for factor in moved if self.sizes[factor] > 1) or NONE
 
     @cached_property
     def passing(self) -> tuple[str, ...]:
@@ -139,11 +141,11 @@ class RuleBuilder:
             operands=tuple(map(tuple, self._operands)),
             results=tuple(map(tuple, self._results)),
             sizes=self._sizes,
-            reduction=frozenset(self._kinds["reduction"]),
-            need_replication=frozenset(self._kinds["need_replication"]),
-            permutation=frozenset(self._kinds["permutation"]),
+            reduction=frozenset(self._kinds["reduction"]) or NONE,
+            need_replication=frozenset(self._kinds["need_replication"]) or NONE,
+            permutation=frozenset(self._kinds["permutation"]) or NONE,
             reaches=tuple(reaches),
-            summed=frozenset(summed),
+            summed=frozenset(summed) or NONE,
             batch_factor=batch_factor,
         )
 
@@ -303,9 +305,9 @@ class _Notation:
     ) -> tuple[dict[str, frozenset[str]], dict[str, int]]:
         """The factors of each special kind, and where in the text each factor stands first; once nothing is wrong."""
         kinds = {
-            "reduction": frozenset(names_of(reduction)),
-            "need_replication": frozenset(names_of(need_replication)),
-            "permutation": frozenset(names_of(permutation)),
+            "reduction": frozenset(names_of(reduction)) or NONE,
+            "need_replication": frozenset(names_of(need_replication)) or NONE,
+            "permutation": frozenset(names_of(permutation)) or NONE,
         }
         where: dict[str, int] = {}
         for dims in tensors:

@@ -103,3 +103,10 @@ def test_factor_names_never_repeat():
     names = [factor_name(i) for i in range(100)]
     assert len(set(names)) == 100
     assert names[:3] == ["i", "j", "k"]
+
+
+def test_rules_share_one_empty_set():
+    """A process keeps thousands of rules, and an empty set takes as much as a tuple of twenty."""
+    rules = RuleBuilder([(3,)], [(3,)]).build(), Rule.parse("i -> i", (3,), (3,))
+    sets = [one for rule in rules for one in (*vars(rule).values(), rule.exchanged) if isinstance(one, frozenset)]
+    assert len(sets) > 10 and len(set(map(id, sets))) == 1
