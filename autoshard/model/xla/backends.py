@@ -104,7 +104,7 @@ H100 = Backend(
     usable=0.7,
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
-        takes_in=_LOOPS | {"gather"},
+        takes_in=_LOOPS | {"gather", "sort"},
         taken_in=_SLICES | {"pad"},
         stores_scattered=True,
         overwrites_operands=True,
