@@ -259,7 +259,10 @@ def _padded_pivots(shards: ShardBytes) -> float:
 
 
 def _sorted_positions(shards: ShardBytes) -> float:
-    """Of a stable sort on GPU: all positions, in 32 bits. Who reads some of what is sorted reads positions, no others."""
+    """Of a stable sort on GPU: the positions of all elements, in 32 bits.
+
+    Where nothing reads some of what it sorts, it sorts positions anyway.
+    """
     if not shards.equation.params["is_stable"] or not all(shards.results):
         return 0.0
     return shards.operands[0] / shards.equation.inputs[0].dtype.itemsize * 4
