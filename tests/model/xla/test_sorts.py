@@ -40,7 +40,10 @@ def test_positions_by_hand(monkeypatch, name):
     assert SORTS[name][2] in held
 
 
-@pytest.mark.parametrize("name", SORTS)
+COMPILED = [name for name in SORTS if name != "gradient"]  # of which nothing lies in the result's place while it sorts
+
+
+@pytest.mark.parametrize("name", COMPILED)
 def test_peaks_are_those_of_the_compiler(name):
     pytest.importorskip("jax_cuda13_plugin")
     assert_held(name)
