@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoshard.errors import MemoryLimitError, MissingPackageError
 from autoshard.options import bytes_of
 from autoshard.report.html.page import sections_html
-from autoshard.report.section import Bytes, Column, Seconds, Section, Share
+from autoshard.report.section import Bytes, Column, Phrase, Seconds, Section, Share
 from autoshard.report.text import text_of
 from autoshard.report.units import bytes_text
 from autoshard.user_plan import Plan
@@ -29,12 +29,14 @@ class Frontier:
             more than it; `plan.memory` is the limit under which it was found, in bytes per device.
         usable: the share of a limit that a plan fills at most; the rest stays free.
         is_free: whether the first plan was sought without a memory limit.
+        left_out: which peaks were not looked at since the time limit ended, "between 2.0 MiB and 5.0 MiB"; "" if none.
     """
 
     name: str
     plans: tuple[Plan, ...]
     usable: float = 1.0
     is_free: bool = True
+    left_out: str = ""
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -82,7 +84,9 @@ class Frontier:
         )
         columns = tuple(Column(name, is_number=True) for name in ("peak", "step", "slower by", "gap"))
         first = "sought without a limit" if self.is_free else "within the memory that was given"
-        lines = ((f"The first plan is {first}, the last is the smallest found.",),)
+        lines: tuple[Phrase, ...] = ((f"The first plan is {first}, the last is the smallest found.",),)
+        if self.left_out:
+            lines += ((f"The time limit ended before plans were sought that hold {self.left_out}: raise time_limit.",),)
         return [Section((f"{self.name}: fits in",), columns, rows, lines)]
 
     def _repr_html_(self) -> str:

@@ -23,6 +23,7 @@ from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
 from autoshard.options import is_whole_number
+from autoshard.report.units import bytes_text
 from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.user_plan import Plan
@@ -77,7 +78,8 @@ def frontier(
     step = step.timed(time.monotonic() + limit, limit / searches)
     search = _Search(step)
     search.find(points, searches)
-    return Frontier(step.as_written.program.name, search.plans(), step.usable, is_free=not step.options.is_memory_given)
+    is_free = not step.options.is_memory_given
+    return Frontier(step.as_written.program.name, search.plans(), step.usable, is_free, search.left_out(points))
 
 
 @dataclass(frozen=True)
@@ -98,28 +100,47 @@ class _Search:
     step: TracedVariants
     known: list[_Point] = field(default_factory=list)
     proven: dict[float, float] = field(default_factory=dict)  # limit -> the least seconds of plans under it
+    closed: set[tuple[int, int]] = field(default_factory=set)  # peaks between which a search found nothing
+    has_smallest: bool = False  # whether plans that hold less were sought to the end
 
     def find(self, points: int, searches: int) -> None:
         """Looks for so many plans in no more searches."""
         self.solve(self.step.ample_memory)
-        least = None if self.is_late else self.step.least_memory()
+        if self.is_late:
+            return
+        least = self.step.least_memory()
         if least is not None and least < self.step.ample_memory and not self.is_late:
             self.solve(least)
         done = _ENDS
-        while done < searches - points and not self.is_late:
+        while done < searches - points:
+            if self.is_late:
+                return
             if not self.solve(_LESS * self.front()[-1].peak / self.step.usable):
                 break
             done += 1  # what was said to be the least is what some lean choices hold
-        closed = set[tuple[int, int]]()
+        self.has_smallest = True
         for _ in range(searches - done):
-            peaks = [point.peak for point in self.front()]
-            gaps = [gap for gap in itertools.pairwise(peaks) if gap not in closed and gap[0] > _CLOSE_PEAKS * gap[1]]
-            if len(peaks) >= points or not gaps or self.is_late:
+            gaps = self.gaps()
+            if len(self.front()) >= points or not gaps or self.is_late:
                 return
             high, low = max(gaps, key=lambda gap: gap[0] / gap[1])
             self.solve(math.sqrt(high) * math.sqrt(low) / self.step.usable)
             if [point.peak for point in self.front() if low < point.peak < high] == []:
-                closed.add((high, low))
+                self.closed.add((high, low))
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Peaks of neighbouring plans between which there may be others."""
+        pairs = itertools.pairwise(point.peak for point in self.front())
+        return [gap for gap in pairs if gap not in self.closed and gap[0] > _CLOSE_PEAKS * gap[1]]
+
+    def left_out(self, points: int) -> str:
+        """What the time limit has kept from being sought; "" if it has not."""
+        if not self.is_late:
+            return ""
+        found = [] if self.has_smallest else [f"less than {bytes_text(self.front()[-1].peak)}"]
+        if len(self.front()) < points:
+            found += [f"between {bytes_text(low)} and {bytes_text(high)}" for high, low in self.gaps()]
+        return ", ".join(found)
 
     @property
     def is_late(self) -> bool:

@@ -220,6 +220,9 @@ class Program:
             inner: indices of those that are parts of others now; they are left out if nothing else reads them.
         """
         read = {x.id for x in self.results if isinstance(x, Value)}
+        for equation in equations:  # of a loop's carry, which stands before the body, what the body hands on
+            if equation.index not in inner:
+                read |= {x.id for x in equation.inputs if isinstance(x, Value)}
         kept = []
         for equation in reversed(equations):
             if equation.index not in inner or any(made.id in read for made in equation.outputs):

@@ -11,9 +11,11 @@ from models import mlp
 
 import autoshard
 from autoshard.errors import SolverError
+from autoshard.frontiers import search
 from autoshard.frontiers.devices import machine_of
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.report.units import bytes_text
 
 MODEL = mlp.make(layers=2, width=64, batch=64, bias=False)
 STATE, BATCH = jax.eval_shape(lambda: MODEL.state), jax.eval_shape(lambda: MODEL.batches(0))
@@ -99,6 +101,22 @@ def test_the_largest_batch_is_the_largest():
     assert planned(best.rows).cost == pytest.approx(best.plan.cost)
     with pytest.raises(autoshard.MemoryLimitError):
         planned(best.refused)
+
+
+def test_a_frontier_says_what_the_time_limit_left_out(found, monkeypatch):
+    assert found.left_out == "" and "time limit" not in str(found)
+
+    def ended_after(searches):
+        monkeypatch.setattr(search._Search, "is_late", property(lambda self: len(self.known) >= searches))
+        return autoshard.frontier(MODEL.step, STATE, BATCH, points=4, **GIVEN)
+
+    fastest = ended_after(1)
+    (only,) = fastest
+    assert fastest.left_out == f"less than {bytes_text(only.predicted.peak_bytes)}"
+    both = ended_after(2)
+    high, low = (bytes_text(plan.predicted.peak_bytes) for plan in both)
+    assert both.left_out == f"less than {low}, between {low} and {high}"
+    assert "before plans were sought that hold less than" in str(both) and "raise time_limit" in both._repr_html_()
 
 
 def test_rows_and_devices_that_are_not_decided_in_time_count_as_no_fit(monkeypatch):

@@ -74,6 +74,25 @@ def test_what_others_read_keeps_its_equation():
     assert [equation.primitive for equation in program.equations].count("pad") == 1
 
 
+def aligned(cells, scores):
+    """As losses of alignments: a cell takes of itself and its neighbour, and two states are handed on."""
+
+    def body(carry, score):
+        cells, between = carry
+        new = jnp.logaddexp(cells[:, :-1], between) + score
+        return (jnp.concatenate([cells[:, :1], jnp.logaddexp(cells[:, 1:], new)], 1), new), None
+
+    return jax.lax.scan(body, (cells, cells[:, 1:]), scores)[0][0].sum()
+
+
+def test_what_a_loop_hands_on_keeps_its_equation():
+    """The carry's equation stands before the body that makes what it hands on."""
+    cells, scores = jax.ShapeDtypeStruct((16, 5), "float32"), jax.ShapeDtypeStruct((12, 16, 4), "float32")
+    found, program = stencils(jax.grad(aligned), cells, scores)
+    made = program.makers.keys() | {value.id for value in (*program.arguments, *program.constants)}
+    assert found and program.reads.keys() <= made
+
+
 def test_a_stencil_does_not_reach_into_a_checkpoint():
     def program(u):
         inner = jax.checkpoint(lambda x: jnp.tanh(x[1:]))(u)
