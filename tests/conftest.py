@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, and programs compiled fast rather than to run fast."""
 
+import contextlib
 import gc
 import os
 from dataclasses import replace
@@ -45,12 +46,25 @@ def pytest_sessionfinish():
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def little_work():
-    """Searches do a tenth of the work that their time limits allow. The clock, which a busy machine runs into, gives
-    them all of the time."""
+@contextlib.contextmanager
+def _little_work():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "QUIET_SHARE", budget.QUIET_SHARE / 10)
+        yield
+
+
+@pytest.fixture(scope="module")
+def little_work():
+    """Until the module ends, searches do a tenth of the work that their time limits allow. The clock, which a busy
+    machine runs into, gives them all of the time."""
+    with _little_work():
+        yield
+
+
+@pytest.fixture
+def little_work_once():
+    """The same for one test."""
+    with _little_work():
         yield
 
 

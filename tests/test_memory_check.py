@@ -218,7 +218,7 @@ def test_compilers_that_run_out_of_memory_or_refuse():
     assert seen == [80] and kept.compiled_peak is None and not kept.warnings
 
 
-@pytest.mark.usefixtures("little_work")
+@pytest.mark.usefixtures("little_work_once")
 def test_what_fits_by_a_hair_is_asked_of_the_compiler():
     """A limit below what predictions are relied on for: devices that are there say whether the leanest plan fits."""
     with pytest.raises(MemoryLimitError) as caught:

@@ -94,6 +94,7 @@ def test_other_layouts_are_solved():
     assert "weights/up" in str(explanation) and all(reason in str(explanation) for reason in explanation.reasons)
 
 
+@pytest.mark.usefixtures("little_work_once")
 def test_memory_is_named_where_it_forces_a_layout():
     forced, bound = (" ".join(tight().explain(path).reasons) for path in ("batch/x", "weights/bias"))
     assert re.search(r"Memory forces it: .* KiB at steps\.py:\d+ .* lies as P\(\"model\"\)", forced)
@@ -153,6 +154,7 @@ WISHES = [
 ]
 
 
+@pytest.mark.usefixtures("little_work_once")
 @pytest.mark.parametrize("wish", WISHES, ids=lambda wish: "+".join(wish))
 def test_wishes_are_granted_as_if_planned_anew(wish):
     found, anew = tight().what_if(**wish), planned(**({"memory": tight().memory} | wish))

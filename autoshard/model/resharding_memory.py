@@ -25,7 +25,7 @@ from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.program import Value
 from autoshard.solver.problem import Edge, Live, Problem
 
-ROUNDING = 1e-9  # relative: sums of bytes that differ by less are equal
+SAME_BYTES = 1e-9  # relative: sums of bytes that differ by less are equal
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def relieved(
         node, _ = resharding.wanted
         for (start, end), less in resharding.reliefs(earliest, prices):
             here = (live for live in lives[node] if live.start <= start and end <= live.end)
-            if (found := next((live for live in here if (live.usage >= less * (1 - ROUNDING)).all()), None)) is None:
+            if (found := next((live for live in here if (live.usage >= less * (1 - SAME_BYTES)).all()), None)) is None:
                 return None
             lives[node].remove(found)
             whole, rest = found.usage, np.maximum(0.0, found.usage - less)

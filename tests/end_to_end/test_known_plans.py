@@ -130,6 +130,7 @@ def adam_step(width: int, layers: int, batch: int):
     return step, jax.eval_shape(first_state), {"x": data, "y": data}
 
 
+@pytest.mark.usefixtures("little_work_once")
 def test_less_memory_shards_optimizer_state_then_gradients_then_parameters():
     """ZeRO 1, 2 and 3, in this order and unnamed."""
     width, layers = 1024, 6

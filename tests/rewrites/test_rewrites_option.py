@@ -88,7 +88,7 @@ def test_products_leave_a_loop_whose_turns_wait_for_each_other():
     assert_equal(rewritten_step(*arguments), jax.jit(step)(*arguments))
 
 
-@pytest.mark.usefixtures("little_work")
+@pytest.mark.usefixtures("little_work_once")
 def test_a_rewritten_step_runs_in_microbatches_and_recomputes(chain):
     plan = planned(*chain, rewrites=["product_chain"], microbatches=2, remat="auto")
     assert plan.rewrites and any("2 microbatches" in one for one in plan.warnings)

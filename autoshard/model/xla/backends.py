@@ -78,6 +78,7 @@ class Backend:
 
 _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites)
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
@@ -104,8 +105,8 @@ H100 = Backend(
     usable=0.7,
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
-        takes_in=_LOOPS | {"gather"},
-        taken_in=_SLICES | {"pad"},
+        takes_in=_LOOPS | _SCATTERS | {"gather", "sort"},
+        taken_in=_SLICES | {"gather", "pad"},
         stores_scattered=True,
         overwrites_operands=True,
         overwritten_by=_IN_PLACE - {"sort"},

@@ -1,10 +1,11 @@
 """Fusion: which work XLA's compilers do again in each reader of a value instead of storing the value.
 
-Elementwise work goes into the loops that read it, on GPU also into reductions and gathers, on TPU into products, and
-slices are cut as they are read. On CPU what moves data is one loop with its only reader (xla/service/cpu:
-`CpuInstructionFusion`). Source: compiled programs. `tests/end_to_end/test_what_xla_does.py` compiles models for
-CPU devices and compares heaps, `tests/mesh/test_targets.py` an associative scan for GPU, and
-`python benchmarks/prediction.py` nine models for CPU, TPU and GPU.
+Elementwise work goes into the loops that read it, on GPU also into reductions, gathers, scatters and sorts, on TPU into
+products. Slices are cut as they are read; on GPU rows are gathered so, too. On CPU what moves data is one loop with its
+only reader (xla/service/cpu: `CpuInstructionFusion`). Source: compiled programs.
+`tests/end_to_end/test_what_xla_does.py` compiles models for CPU devices and compares heaps,
+`tests/mesh/test_targets.py` an associative scan for GPU, `tests/model/xla/test_messages.py` and `test_sorts.py` what
+scatters and sorts take in, and `python benchmarks/prediction.py` nine models for CPU, TPU and GPU.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ PROGRAMS = {  # function of what shapes, how many kernels store what they make
     "most_likely": (most_likely, (ROWS,), 0),
     "scaled": (scaled, (ROWS, SCALES), 1),
     "scaled, and its gradient": (jax.value_and_grad(scaled), (ROWS, SCALES), 0),
+    "longer rows": (log_likelihood, (jax.ShapeDtypeStruct((1024, 20000), jnp.float32), LABELS), 0),
     "by_columns": (by_columns, (ROWS,), 0),
 }
 

@@ -1,0 +1,63 @@
+"""What GPUs hold of sorts: positions beside a stable one, nothing of what is computed ahead of it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from autoshard import plan
+from autoshard.model import workspaces
+
+MESH, TARGET = AbstractMesh((8,), ("data",)), "h100:8"
+
+
+def of(dtype):
+    return jax.ShapeDtypeStruct((2048, 1024), dtype)
+
+
+SORTS = {  # function of what shapes, bytes of positions on each device
+    "float32": (jnp.sort, [of(jnp.float32)], 2**20),
+    "bfloat16": (jnp.sort, [of(jnp.bfloat16)], 2**20),
+    "uint8": (jnp.sort, [of(jnp.uint8)], 2**20),
+    "unstable": (lambda x: jax.lax.sort(x, is_stable=False), [of(jnp.float32)], 0),
+    "positions": (lambda x: jnp.argsort(x, axis=-1), [of(jnp.bfloat16)], 0),
+    "with another": (lambda x: jax.lax.sort((x, x + 1), num_keys=1), [of(jnp.float32)], 2**20),
+    "gradient": (jax.grad(lambda x: (jnp.sort(x) * jnp.arange(1024)).sum()), [of(jnp.float32)], 0),
+}
+
+
+def planned(name):
+    function, shapes, _ = SORTS[name]
+    return plan(function, *shapes, mesh=MESH, topology=TARGET, fixed={"*": PartitionSpec("data")})
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_positions_by_hand(monkeypatch, name):
+    held, formula = set(), workspaces.WORKSPACES["gpu"]["sort"]
+    noting = {**workspaces.WORKSPACES["gpu"], "sort": lambda shards: held.add(formula(shards)) or formula(shards)}
+    monkeypatch.setattr(workspaces, "WORKSPACES", {**workspaces.WORKSPACES, "gpu": noting})
+    planned(name)
+    assert SORTS[name][2] in held
+
+
+COMPILED = [name for name in SORTS if name != "gradient"]  # of which nothing lies in the result's place while it sorts
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_peaks_are_those_of_the_compiler(name):
+    pytest.importorskip("jax_cuda13_plugin")
+    assert_held(name)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "unstable"])
+def test_a_copy_instead_of_positions_is_caught(monkeypatch, name):
+    pytest.importorskip("jax_cuda13_plugin")
+    planted = {**workspaces.WORKSPACES["gpu"], "sort": workspaces.copied}
+    monkeypatch.setattr(workspaces, "WORKSPACES", {**workspaces.WORKSPACES, "gpu": planted})
+    with pytest.raises(AssertionError):
+        assert_held(name)
+
+
+def assert_held(name):
+    verified = planned(name).verify(TARGET)
+    assert verified.predicted_peak == pytest.approx(verified.actual_peak, rel=0.1)
