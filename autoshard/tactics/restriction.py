@@ -6,7 +6,8 @@ since the axis does not divide the dim or the operation cannot be split so, the 
 options are left in neither form, the node is left as it is.
 
 Which collectives may run is said of options (sums) and of pairs of options (reshardings). Those of some steps cannot do
-with the collectives of the published scheme. They are then planned without this part, and the plan says so.
+with the collectives of the published scheme. They then get others in as few places as were found (`exceptions.py`), and
+the plan says where.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.errors import ConflictError
+from autoshard.errors import ConflictError, SolverError
 from autoshard.layout import Layout, spec_of
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
@@ -27,11 +28,13 @@ from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
 from autoshard.tactics.asking import TacticLike, TacticRequests, ask, text_of_tactic
+from autoshard.tactics.exceptions import exceptions, places_of
 from autoshard.tactics.roles import Dim, Roles, State, Work
 from autoshard.tactics.rules import AxisRule, Payload, Storage
 from autoshard.tactics.schemes import Tactic
 
 _PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
+LISTED_PLACES = 4  # that need other collectives; the rest is counted
 _FEASIBILITY_SECONDS = 20.0  # to find any choice at all; what tactics leave is small
 
 
@@ -59,13 +62,21 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
             what = (f"{formulation.program.name}: the tactics {named} leave no sharding.", *remarks)
             advice = "Drop one of them, or what fixed=, like= or the step itself says against it; or change the mesh."
             raise ConflictError("\n".join((*what, advice)))
-        remarks.append(
-            "the step needs other collectives than the published scheme has: only where arrays lie and what is split "
-            "is as the tactics say."
-        )
-        strict = problem
+        strict, where = _with_exceptions(formulation, problem, strict)
+        remarks.append(f"the step needs other collectives than the published scheme has{where}.")
     first = f"tactics: {named}. The bound is that of plans within them."
     return replace(formulation, problem=strict, restrictions=(first, *remarks))
+
+
+def _with_exceptions(formulation: Formulation, placed: Problem, strict: Problem) -> tuple[Problem, str]:
+    """The problem with the scheme's collectives, and as few others as were found; and where these are."""
+    try:
+        found = exceptions(placed, strict)
+    except SolverError:
+        return placed, ": only where arrays lie and what is split is as the tactics say"
+    places = places_of(formulation, found.nodes)
+    more = f" and {len(places) - LISTED_PLACES} more lines" if len(places) > LISTED_PLACES else ""
+    return found.problem, f" at {', '.join(places[:LISTED_PLACES])}{more}"
 
 
 def _is_feasible(problem: Problem) -> bool:

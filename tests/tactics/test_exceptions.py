@@ -1,0 +1,71 @@
+"""A step that a scheme does not fit gets other collectives in the fewest places, and its plan names them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import autoshard
+from autoshard import tactics
+from autoshard.solver.problem import Edge, Problem
+from autoshard.tactics.exceptions import exceptions
+
+NODES, OPTIONS = 5, 3
+
+
+def forbidding(random, share):
+    """Costs and edges of which a share is forbidden."""
+    costs = tuple(np.where(random.random(OPTIONS) < share, np.inf, 1.0) for _ in range(NODES))
+    pairs = itertools.combinations(range(NODES), 2)
+    edges = tuple(Edge(i, j, np.where(random.random((OPTIONS, OPTIONS)) < share, np.inf, 0.0)) for i, j in pairs)
+    return costs, edges
+
+
+def faults(problem, choice):
+    """How many nodes and edges forbid a choice."""
+    nodes = sum(np.isinf(costs[choice[node]]) for node, costs in enumerate(problem.costs))
+    return nodes + sum(np.isinf(edge.costs[choice[edge.i], choice[edge.j]]) for edge in problem.edges)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_as_few_places_as_any_choice_has(seed):
+    random = np.random.default_rng(seed)
+    costs, edges = forbidding(random, 0.0)
+    strict_costs, more = forbidding(random, 0.6)
+    placed = Problem(costs, edges, (), None)
+    strict = Problem(strict_costs, (*edges, *more), (), None)
+    found = exceptions(placed, strict)
+    fewest = min(faults(strict, choice) for choice in itertools.product(range(OPTIONS), repeat=NODES))
+    assert fewest > 0 and found.nodes
+    freed = sum(
+        np.isinf(old).any() and not np.isinf(new).any()
+        for old, new in zip(strict.costs, found.problem.costs, strict=True)
+    )
+    dropped = len(strict.edges) - len(found.problem.edges)
+    assert freed + dropped == fewest
+    assert any(not faults(found.problem, choice) for choice in itertools.product(range(OPTIONS), repeat=NODES))
+
+
+def recurrent(weights, x):
+    def loss(weights):
+        def cell(state, x):
+            state = jnp.tanh(state @ weights["state"] + x)
+            return state, state
+
+        h = x @ weights["up"] @ weights["down"]
+        return jnp.mean(jax.lax.scan(cell, jnp.zeros_like(h[0]), h)[1] ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def test_a_plan_names_where_a_scheme_does_not_hold():
+    shapes = {"up": (64, 128), "down": (128, 64), "state": (64, 64)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    batch = jax.ShapeDtypeStruct((8, 16, 64), "float32")
+    given = {"mesh": AbstractMesh((4,), ("a",)), "topology": "v5e:2x2", "tactics": [tactics.Megatron("a")]}
+    plan = autoshard.plan(recurrent, weights, batch, donate_argnums=0, **given)
+    (remark,) = (one for one in plan.warnings if "other collectives" in one)
+    assert "at test_exceptions.py:" in remark
