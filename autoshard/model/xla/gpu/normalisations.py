@@ -81,7 +81,7 @@ def _chain(group: Group, readers: Sequence[Sequence[Group]]) -> Iterator[int]:
     yield group.index
     while len(readers[group.index]) == 1:
         (group,) = readers[group.index]
-        if not group.fuses or group.outputs[0].value.shape != shape:
+        if not group.fuses or not group.outputs or group.outputs[0].value.shape != shape:
             return
         yield group.index
 
@@ -96,7 +96,7 @@ def _reduced_at_once(users: Sequence[Group], readers: Sequence[Sequence[Group]])
 
 def _parts(group: Group, makers: Mapping[int, Group]) -> tuple[Set[int], Set[int]] | None:
     """The reductions and the wide groups of the diamond that a group ends; None if it ends none."""
-    if not group.fuses:
+    if not group.fuses or not group.outputs:
         return None
     shape = group.outputs[0].value.shape
     ways = [_way(use.value, makers) for use in group.uses if use.value.shape == shape]
