@@ -265,7 +265,8 @@ import cvxpy, jax, numpy, rich  # what these read on import is their own affair
 opened = []
 def hook(event, args):
     name = str(args[0]) if args else ""
-    if event == "open" and not name.endswith((".py", ".pyc")) and "__pycache__" not in name:
+    own = name.endswith((".py", ".pyc")) or "__pycache__" in name or name.isdigit()  # a number: as it writes bytecode
+    if event == "open" and not own:
         opened.append(name)
 sys.addaudithook(hook)
 import autoshard
