@@ -1,6 +1,7 @@
-"""What operations of a GPU take however little they do, and its link to the host's memory: timed on the device at hand.
+"""What operations of a GPU take however little they do, what sorts take, and its link to the host's memory: timed.
 
-    python benchmarks/kernels.py
+    python benchmarks/kernels.py          # on the device at hand
+    python benchmarks/kernels.py --sorts  # these alone
 
 Small operations stand one after the other in the turns of a loop, 4 and 8 of a kind: the difference is four operations,
 and what a turn takes without any is the loop itself. `model/xla/operations.py` has the constant.
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 ROWS, WIDTH = 64, 256  # of the arrays: next to no work
 FEW, MANY = 4, 8  # operations in a turn
 TURNS, ROUNDS = 300, 5  # of a loop; of which the median counts
+SORTED, LENGTHS = 2**24, (2**7, 2**10, 2**13, 2**16, 2**20, 2**24)  # elements in all, and of a row
 SIZES = 2**20, 2**24, 2**28, 2**30  # bytes that go to the host's memory and come back
 
 
@@ -63,6 +65,26 @@ def kernels() -> None:
         print(f"{kind} | {each * 1e6:.2f} | {(few - FEW * each) * 1e6:.2f}", flush=True)
 
 
+def sorts() -> None:
+    """What sorts of rows take per element, by what they sort and how long the rows are."""
+    kinds = {  # dtype, function of an array
+        "float32": (jnp.float32, jnp.sort),
+        "float32, unstable": (jnp.float32, partial(jax.lax.sort, is_stable=False)),
+        "bfloat16": (jnp.bfloat16, jnp.sort),
+        "int32": (jnp.int32, jnp.sort),
+        "float32, positions": (jnp.float32, jnp.argsort),
+        "float32 and another": (jnp.float32, lambda x: jax.lax.sort((x, x + 1), num_keys=1)),
+        "largest 64 of float32": (jnp.float32, lambda x: jax.lax.top_k(x, 64)),
+    }
+    print("\nsorted | " + " | ".join(f"rows of {length} ps" for length in LENGTHS) + "\n---" + " | --:" * len(LENGTHS))
+    for kind, (dtype, function) in kinds.items():
+        cells = []
+        for length in LENGTHS:
+            x = (jax.random.normal(jax.random.key(0), (SORTED // length, length)) * 1e6).astype(dtype)
+            cells.append(f"{seconds(jax.jit(function), x) / SORTED * 1e12:.1f}")
+        print(" | ".join([kind, *cells]), flush=True)
+
+
 def host_link() -> None:
     """Bytes per second from the device's memory to the host's, and back."""
     mesh = jax.make_mesh((1,), ("x",))
@@ -78,5 +100,8 @@ def host_link() -> None:
 
 if __name__ == "__main__":
     print(jax.devices()[0].device_kind, "with JAX", jax.__version__)
-    kernels()
-    host_link()
+    if "--sorts" not in sys.argv:
+        kernels()
+    sorts()
+    if "--sorts" not in sys.argv:
+        host_link()

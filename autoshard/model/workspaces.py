@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import RandomAlgorithm
 
+from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.operations import is_loop_over_rows
 from autoshard.program import Equation, Value
 
@@ -243,12 +244,7 @@ def _sorted_on_cpu(shards: ShardBytes) -> float:
 
 
 def _sorted_on_gpu(shards: ShardBytes) -> float:
-    """XLA's GPU backend has a kernel that keeps few of many elements (xla/backends/gpu: `TopKSpecializer`)."""
-    equation = shards.equation
-    operand, params = equation.inputs[0], equation.params
-    axis = params["axis"] if equation.primitive == "top_k" else params["reduction_dimension"]
-    is_called = operand.dtype in (np.float32, jnp.bfloat16) and operand.shape[axis] >= 1024 and params["k"] <= 16
-    return 0.0 if is_called else _sorted(shards)
+    return 0.0 if is_kept_by_kernel(shards.equation) else _sorted(shards)
 
 
 def _padded_pivots(shards: ShardBytes) -> float:
@@ -265,7 +261,7 @@ def _sorted_positions(shards: ShardBytes) -> float:
     """
     if not shards.equation.params["is_stable"] or not all(shards.results):
         return 0.0
-    return shards.operands[0] / shards.equation.inputs[0].dtype.itemsize * 4
+    return shards.operands[0] / shards.equation.inputs[0].dtype.itemsize * POSITION_BYTES
 
 
 def _sorted_elements(shards: ShardBytes) -> float:

@@ -15,7 +15,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, Problem
 
-_SECONDS = 10.0  # for the fewest places; what is found by then will do
+_COUNTING_SECONDS = 10.0  # for the fewest places; what is found by then will do
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def exceptions(placed: Problem, strict: Problem) -> Exceptions:
         (),
         None,
     )
-    choice = solve(counting, time_limit=_SECONDS).choice
+    choice = solve(counting, time_limit=_COUNTING_SECONDS).choice
     freed = {node for node, costs in enumerate(strict.costs) if np.isinf(costs[choice[node]])}
     kept = tuple(edge for edge in added if np.isfinite(edge.costs[choice[edge.i], choice[edge.j]]))
     readers = {edge.j for edge in added if np.isinf(edge.costs[choice[edge.i], choice[edge.j]])}

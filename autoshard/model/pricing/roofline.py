@@ -68,6 +68,8 @@ class GroupWork:
             np.maximum(self._vector_seconds(group, split, leaves), backend.matrix_unit.seconds(group, pieces)),
             np.maximum(backend.convolutions.grouped_seconds(group, pieces), self._unstored_seconds(group, split)),
         )
+        if sorting := backend.sorts.seconds(group):
+            in_units = np.maximum(in_units, sorting / split[frozenset(group.factors_of(group.equations[0]))])
         units = np.broadcast_to(in_units, work.shape)
         each = zip(least.tolist(), work.tolist(), moved.tolist(), units.tolist(), strict=True)
         return [

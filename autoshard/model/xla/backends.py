@@ -19,6 +19,7 @@ from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.fusion import Fusion
 from autoshard.model.xla.gathers import Gathers
+from autoshard.model.xla.gpu.sorts import Sorts
 from autoshard.model.xla.loop_memory import LoopMemory
 from autoshard.model.xla.operations import KERNEL_SECONDS, Operations
 from autoshard.model.xla.overlap import Overlap
@@ -58,6 +59,7 @@ class Backend:
     recopies: Recopies = field(default_factory=Recopies)
     rounding: Rounding = field(default_factory=Rounding)
     scatters: Scatters = field(default_factory=Scatters)
+    sorts: Sorts = field(default_factory=Sorts)
     operations: Operations = field(default_factory=Operations)
     sums: Sums = field(default_factory=Sums)
     vector_products: VectorProducts = field(default_factory=VectorProducts)
@@ -117,6 +119,7 @@ H100 = Backend(
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
     recopies=Recopies(pieces=1),
     rounding=Rounding(before_moves=True, widens_after_moves=True),
+    sorts=Sorts(element_seconds=0.25e-12, byte_seconds=0.11e-12),
     sums=Sums(hoists=True, adds_first=True, runs_last=True),
 )
 V5E = Backend(

@@ -1,4 +1,6 @@
-"""What GPUs hold of sorts: positions beside a stable one, nothing of what is computed ahead of it."""
+"""Sorts on GPU: positions are held beside a stable one, nothing of what is computed ahead of it; and their seconds."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from autoshard import plan
 from autoshard.model import workspaces
+from autoshard.model.xla import backends
+from autoshard.model.xla.gpu.sorts import Sorts
 
 MESH, TARGET = AbstractMesh((8,), ("data",)), "h100:8"
 
@@ -56,6 +60,31 @@ def test_a_copy_instead_of_positions_is_caught(monkeypatch, name):
     monkeypatch.setattr(workspaces, "WORKSPACES", {**workspaces.WORKSPACES, "gpu": planted})
     with pytest.raises(AssertionError):
         assert_held(name)
+
+
+MEASURED = {  # function of rows of how many of 2**24 elements of which type, ps per element (`benchmarks/kernels.py`)
+    "float32": (jnp.sort, 1024, jnp.float32, 62.3),
+    "unstable": (lambda x: jax.lax.sort(x, is_stable=False), 8192, jnp.float32, 59.5),
+    "bfloat16": (jnp.sort, 128, jnp.bfloat16, 34.3),
+    "positions": (jnp.argsort, 2**20, jnp.float32, 339.7),
+    "with another": (lambda x: jax.lax.sort((x, x + 1), num_keys=1), 65536, jnp.float32, 241.1),
+    "the largest": (lambda x: jax.lax.top_k(x, 64), 1024, jnp.float32, 64.8),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_seconds_are_as_measured(monkeypatch, name):
+    """Within a factor of 2, and out of that if a sort took what it moves."""
+    function, length, dtype, measured = MEASURED[name]
+    rows, one = jax.ShapeDtypeStruct((2**24 // length, length), dtype), AbstractMesh((1,), ("data",))
+
+    def ratio():
+        seconds = plan(function, rows, mesh=one, topology="h100:1").predicted.step_seconds
+        return seconds / (measured * 1e-12 * 2**24)
+
+    assert 0.5 <= ratio() <= 2
+    monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "h100": replace(backends.H100, sorts=Sorts())})
+    assert ratio() < 0.5
 
 
 def assert_held(name):
