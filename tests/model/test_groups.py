@@ -434,7 +434,7 @@ DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more 
     (lambda x: (lambda h: (h[:2], h[2:]))(jnp.sin(x)), (CPU, H100, V5E)),
     (lambda x: jnp.sin(x).at[jnp.arange(2)].get(mode="promise_in_bounds"), (CPU, H100)),
     (lambda x: jnp.sin(x) @ x, (V5E,)),
-    (lambda x: jnp.sort(jnp.sin(x)), ()),
+    (lambda x: jnp.sort(jnp.sin(x)), (H100,)),
     (lambda x: (lambda h: (h.reshape(2, 2, 4) * 2, h))(jnp.sin(x)), ()),  # a result, which is stored
 ]
 
@@ -552,7 +552,7 @@ def test_what_is_divided_by_its_sum_is_stored(fn, stored):
         first = next(group for group in groups_for(backend, fn, SQUARE) if len(group.outputs[0].value.shape) == 2)
         if fn is jax.nn.softmax:  # the largest number is subtracted in the same group
             first = next(g for g in groups_for(backend, fn, SQUARE) if g.equations[-1].primitive == "exp")
-        assert first.is_recomputed != stored
+        assert first.is_recomputed != (stored and backend is V5E)  # on GPU it is one kernel, which stores its result
 
 
 @pytest.mark.parametrize("window, dtype, stored", [(3, "float32", True), (3, "bfloat16", False), (1, "float32", False)])

@@ -21,6 +21,7 @@ class Combining:
     kinds: frozenset[str] = frozenset({"all_reduce"})
     below_bytes: float = math.inf  # of the combined results; a collective of this size and more stays alone
     among: int = 0  # how many at most are combined in a program: together they pay one launch; 0: not counted
+    counts: bool = True  # whether these are counted
 
     def share_of_launch(self, size: int) -> float:
         """The part of one launch and latency that a collective of `size` bytes pays when it is combined.
@@ -36,5 +37,7 @@ class Combining:
 
         The one loss of a program without gradients waits for a launch of its own.
         """
+        if not self.counts:
+            return self
         sums = (group for group in groups if group.feeds_only_results and (group.contracts or group.reduction))
         return replace(self, among=sum(group.trips == 1 for group in sums))
