@@ -668,7 +668,6 @@ def test_no_time_still_gives_a_plan_and_its_gap():
     assert_same(decorated(WEIGHTS, BATCH), jax.jit(step)(WEIGHTS, BATCH))
 
 
-@pytest.mark.usefixtures("little_work_once")
 @pytest.mark.parametrize("topology", [slow_chips, v5e])
 def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
     options = OPTIONS | {"topology": topology(SHAPE), "donate_argnums": 0}
