@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 from models import MODELS, Model, gpt
 
-from autoshard import Collective, Link, Topology, plan
+from autoshard import Collective, Link, Plan, Topology, plan
 from autoshard.layout import shards
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.scatters import Scatters
@@ -103,6 +104,13 @@ def as_all_reduces(collectives: Iterable[Collective], mesh: dict[str, int]) -> l
         return replace(one, kind="all_reduce", bytes=one.bytes * shards(one.axes, mesh))
 
     return [shown(one) if one.kind == "reduce_scatter" else one for one in collectives]
+
+
+def assert_peak_on_h100(made: Plan) -> None:
+    """A plan for eight H100 holds what its compiled program does, within 10%. Skips the test without that compiler."""
+    pytest.importorskip("jax_cuda13_plugin")
+    verified = made.verify("h100:8")
+    assert verified.predicted_peak == pytest.approx(verified.actual_peak, rel=0.1)
 
 
 def adjusted(backend: Backend, habit: str, **constants) -> Backend:
