@@ -41,6 +41,8 @@ from autoshard.solver.problem import Live, Problem
 # Least share of the limit at which the chip's own memory is looked at. A peak leaves out what lies there. No row of a
 # problem knows whether all temporaries do.
 ON_CHIP_SHARE = 0.05
+# Least share of the limit that temporaries in buffers of results may fill, at which they are looked at.
+LARGE_ROOM_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,14 @@ class Formulation:
 
     def accepted_in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that the memory limit is held against, per program point."""
-        return self.in_use_outside_chip(choice) if self.is_limit_small else self.in_use(choice)
+        if self.is_limit_small:
+            return self.in_use_outside_chip(choice)
+        in_use = self.in_use(choice)
+        return in_use - self._sum(self.lying_in_results(choice), choice) if self.is_room_large else in_use
+
+    def lying_in_results(self, choice: Sequence[int]) -> list[Live]:
+        """The temporaries that lie where results will."""
+        return self.last_choice.once("in results", choice, lambda: self.heap.room_in_results.lying(choice))
 
     @property
     def is_limit_small(self) -> bool:
@@ -119,11 +128,17 @@ class Formulation:
             return False
         return backend.on_chip_bytes >= ON_CHIP_SHARE * limit * backend.usable
 
+    @cached_property
+    def is_room_large(self) -> bool:
+        """Whether results have so much room that what may lie in their buffers is looked at."""
+        limit = self.problem.limit
+        return limit is not None and self.heap.room_in_results.most >= LARGE_ROOM_SHARE * limit
+
     def peak_outside_chip(self, choice: Sequence[int]) -> int:
         """The same without temporaries that lie elsewhere: in the chip's own memory, or where results will.
 
-        Large limits are held against the whole, since no row of a `Problem` knows which temporaries live when. Where a
-        limit is small, `memory_limit.py` looks at the problem without temporaries first.
+        Large limits are held against what lies in the chip, too, since no row of a `Problem` knows which temporaries
+        live when. `memory_limit.py` looks at the problem without what may lie elsewhere first.
         """
         return int(self.in_use_outside_chip(choice).max())
 
@@ -133,7 +148,7 @@ class Formulation:
 
     def elsewhere(self, choice: Sequence[int]) -> Elsewhere:
         """The temporaries that lie in the chip's own memory, or where results will: whichever leaves the lower peak."""
-        in_results = self.heap.in_results(choice)
+        in_results = self.lying_in_results(choice)
         in_place = Elsewhere(in_results, self._sum(in_results, choice))
         if not self.heap.on_chip or not (room := self.prices.backend.on_chip_bytes):
             return in_place

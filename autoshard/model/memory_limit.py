@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
+from autoshard.model.heap.room_in_results import RoomCut
 from autoshard.model.resharding_memory import Resharding, counted, relieved
 from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Live, Problem, Solution
@@ -22,11 +23,13 @@ from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits, verify
 
+RELAXED_SHARE = 0.4  # of the remaining budget, spent with temporaries in results that may not lie there
+RELAXED_ROUNDS = 6  # of solving with more that is known not to lie in results
 MAX_ROUNDS = 8  # A round solves the problem with more reshardings counted.
 ROUND_SHARE = 0.8  # of the remaining budget, spent by one round
-# Share of the budget for all rounds of a search that the user chose. Such a search spends all that it is given, and
-# lean choices are sought with the rest.
-SEARCH_SHARE = 0.6
+# Share of the budget for all rounds of a search that the user chose, or where results are large. Such a search may
+# spend all that it is given. Lean choices are sought with the rest.
+ROUNDS_SHARE = 0.6
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
@@ -63,8 +66,8 @@ def solve_within(
     is over the limit, the problem is solved again, a few times: without this room, and with what is resharded there
     counted.
 
-    Where the limit is small beside the chip's own memory, temporaries are taken to lie there first. Such a solution is
-    taken if they do.
+    Where the limit is small beside the chip's own memory, temporaries are taken to lie there first, and where results
+    are large, those to lie in their buffers that may. Such a solution is taken if they do.
 
     If that finds nothing within the limit, or something far from its bound, lean choices are looked at. The problem may
     say of such a choice that it does not fit. All rounds share one budget, so that a busy machine finds the same
@@ -86,42 +89,43 @@ def solve_within(
     assert given is not None, "there is a limit to stay within"
     limit, bound = given * usable, 0.0
     exact = replace(formulation.problem, limit=limit, checked=True)
-    rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
-    problem = replace(rounded, limit=limit + spared, checked=True)
     budget = budget or Budget.of(time_limit, until)
-    rounds = budget if search is None else budget.part(SEARCH_SHARE)
     reshardings: dict[Resharding, None] = {}
+    room = formulation.heap.room_in_results
     is_small = formulation.is_limit_small
-    best, floor = None, 0.0 if is_small else math.inf
-    refused: InfeasibleError | None = None
+    is_loose = is_small or formulation.is_room_large
+    rounds = budget.part(ROUNDS_SHARE) if search is not None or formulation.is_room_large else budget
+    best, floor = None, 0.0 if is_loose else math.inf
 
     def within(choice: Sequence[int]) -> bool:
         return fits(formulation.accepted_peak(choice[: len(exact.costs)]), limit)
 
     how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
-    outside = _without(exact, formulation.heap.on_chip)
-    leanest = outside if is_small else exact
-    if is_small:
-        loosest = _without(outside, formulation.heap.buffers)  # temporaries too large for the chip may lie in results
-        with contextlib.suppress(SolverError):  # the rounds say what there is
-            try:
-                solution = _solved(formulation, loosest, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
-            except InfeasibleError as error:
-                if not fits(least := _least_peak(formulation, loosest, error.least, budget), limit):
-                    refused = _refusal(formulation, leanest, least, budget)
-                raise
-            floor = solution.bound
-            if not (within(solution.choice) or budget.interrupted or len(loosest.lives) == len(outside.lives)):
-                solution = _solved(formulation, outside, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
-            if within(solution.choice):
-                return with_bound(solution, floor)
-        if refused is not None:
-            raise refused
+    leanest = _without(exact, formulation.heap.on_chip if is_small else ())
+    lying: list[Live] = []  # temporaries that are taken to lie in results
+    if is_loose:
+        relaxed = _relaxed(formulation, leanest, reshardings, rounds.part(RELAXED_SHARE), within, how)
+        if isinstance(relaxed, InfeasibleError):
+            if not fits(least := _least_peak(formulation, room.relaxed(leanest, ()), relaxed.least, budget), limit):
+                raise _refusal(formulation, leanest, least, budget)
+        elif relaxed is not None:
+            floor = relaxed.bound
+            if within(relaxed.choice):
+                return relaxed
+            if is_small and not budget.interrupted and room.guests:
+                with contextlib.suppress(SolverError):
+                    solution = _solved(formulation, leanest, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
+                    if within(solution.choice):
+                        return with_bound(solution, floor)
+            if not is_small:
+                lying = room.lying(relaxed.choice)
         if budget.interrupted:
             raise KeyboardInterrupt
+    rounded, spared = _coarse(_without(exact, lying), NEGLIGIBLE_SHARE * given)
     for i in range(MAX_ROUNDS):
         if i and rounds.over:
             break
+        problem = replace(rounded, limit=limit if i else limit + spared, checked=True)
         try:
             gap = CLOSE_COUNTED_GAP if i else 0.0
             part = rounds.part(ROUND_SHARE)
@@ -129,7 +133,11 @@ def solve_within(
         except ForbiddenError:
             raise
         except SolverError as error:  # nothing fits, or nothing was found in time
-            if i or is_small or not isinstance(error, InfeasibleError):
+            if lying:
+                lying = []
+                rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
+                continue
+            if i or is_loose or not isinstance(error, InfeasibleError):
                 break
             if fits(least := _least_peak(formulation, exact, error.least - spared, budget), limit):
                 break
@@ -138,19 +146,24 @@ def solve_within(
             bound = min(solution.bound, floor)  # with more counted, it may be that of more than is held
         if within(solution.choice):
             best = with_bound(solution, bound)
-            if not is_small and reshardings and best.gap > CLOSE_GAP:  # on a chip, some of it may not count
-                relaxed = replace(rounded, limit=limit + spared, checked=True)
-                best = _bounded(formulation, relaxed, reshardings, best, within, rounds, progress)
+            if not is_loose and reshardings and best.gap > CLOSE_GAP:
+                low = replace(rounded, limit=limit + spared, checked=True)
+                best = _bounded(formulation, low, reshardings, best, within, rounds, progress)
             if best.gap <= LEAN_SEARCH_GAP or budget.interrupted:
                 return best
             break
         if budget.interrupted:
             raise KeyboardInterrupt
         over = formulation.reshardings_over(solution.choice, limit)
-        if i and reshardings.keys() >= set(over):  # but for rounding there is another one
-            break
+        still = [live for live in room.lying(solution.choice) if live in lying] if lying else lying
+        if i and reshardings.keys() >= set(over) and len(still) == len(lying):  # but for rounding there is another one
+            if not lying:
+                break
+            still = []
         reshardings.update(dict.fromkeys(over))
-        problem = rounded
+        if len(still) < len(lying):
+            lying = still
+            rounded, spared = _coarse(_without(exact, lying), NEGLIGIBLE_SHARE * given)
     if best is not None:
         if budget.over:
             return best
@@ -168,7 +181,52 @@ def solve_within(
             raise
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
-    return with_bound(best, bound if bound <= best.cost else free)
+    return with_bound(best, max(free, floor if is_loose else 0.0, bound if bound <= best.cost else 0.0))
+
+
+def _relaxed(
+    formulation: Formulation,
+    problem: Problem,
+    reshardings: dict[Resharding, None],
+    budget: Budget,
+    within: Callable[[Sequence[int]], bool],
+    how: Mapping[str, Any],
+) -> Solution | InfeasibleError | None:
+    """The solution with as much in buffers of results as is not known to lie elsewhere, and the largest bound found.
+
+    Where it is over the limit, the problem is solved again, a few times, with what it shows not to lie there, and what
+    it reshards then. The bounds of all these problems hold.
+
+    Args:
+        problem: it counts no more than is held, results and all temporaries included.
+        reshardings: to which those are added that decide what fits.
+
+    Returns:
+        the solution; or why there is none; None: it was not found in time.
+    """
+    room, cuts, bound, found = formulation.heap.room_in_results, list[RoomCut](), 0.0, None
+    limit = problem.limit or 0.0
+    for _ in range(RELAXED_ROUNDS):
+        try:
+            part = budget.part(ROUND_SHARE)
+            solution = _solved(formulation, problem, reshardings, part, cuts=cuts, at_least=True, gap=0.0, **how)
+        except InfeasibleError as error:
+            return error
+        except SolverError:
+            break
+        found = with_bound(solution, bound := max(bound, solution.bound))
+        if within(found.choice) or budget.interrupted or budget.over or formulation.is_limit_small:
+            break
+        if solution.gap > CLOSE_COUNTED_GAP:  # more cuts make it harder still
+            break
+        in_use, accepted = formulation.in_use(found.choice), formulation.accepted_in_use(found.choice)
+        new = [cut for cut in room.cuts(found.choice, in_use, accepted, limit) if cut not in cuts]
+        over = formulation.reshardings_over(found.choice, limit)
+        if not new and reshardings.keys() >= set(over):
+            break
+        cuts += new
+        reshardings.update(dict.fromkeys(over))
+    return found
 
 
 def _bounded(
@@ -234,10 +292,17 @@ def _solved(
     budget: Budget,
     *,
     at_least: bool = False,
+    cuts: Sequence[RoomCut] | None = None,
     **limits: Any,
 ) -> Solution:
-    """A solution of the problem with these reshardings counted, no less than they hold or no more."""
+    """A solution of the problem with these reshardings counted, no less than they hold or no more.
+
+    Args:
+        cuts: if given, temporaries may lie in results, but for what these say.
+    """
     counting = counted(problem, reshardings, formulation.prices, at_least=at_least)
+    if cuts is not None:
+        counting = formulation.heap.room_in_results.relaxed(counting, cuts)
     solution = solve_for_plan(counting, time_limit=budget.seconds, budget=budget, **limits)
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 

@@ -12,7 +12,7 @@ from programs import f32
 
 from autoshard import plan, topology
 from autoshard.model import formulating, workspaces
-from autoshard.model.heap.heap import Heap
+from autoshard.model.heap.room_in_results import RoomInResults
 from autoshard.model.xla import fusion
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.cpu import reductions
@@ -138,7 +138,7 @@ def test_temporaries_lie_where_results_will(name):
 
 @pytest.mark.parametrize("name", ["written over", "ahead of it"])
 def test_a_result_whose_buffer_holds_nothing_before_is_caught(name, monkeypatch):
-    monkeypatch.setattr(Heap, "in_results", lambda *_: [])
+    monkeypatch.setattr(RoomInResults, "lying", lambda *_: [])
     with pytest.raises(AssertionError):
         assert_result_as_compiled(name)
 
