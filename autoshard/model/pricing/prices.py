@@ -24,9 +24,9 @@ from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps, differ, places_among
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
+from autoshard.model.pricing.ways import WaysToSplit
 from autoshard.model.regions.pricing import REGIONS, Region, Regions
-from autoshard.model.regions.strategies import is_call, operation_strategies
-from autoshard.model.strategies import Choices, Finish, Strategy, every_choice, strategies_of
+from autoshard.model.strategies import Choices, Finish, Strategy, every_choice
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
@@ -120,6 +120,7 @@ class Prices:
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
+        self.ways = WaysToSplit(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
@@ -135,15 +136,7 @@ class Prices:
         if key not in self._groups:
             self.memo.tick()
             near = None if self.offered is None else self.offered.groups.get(group.index)
-            strategies = self.memo.in_time(
-                operation_strategies(
-                    group, self.mesh, choices, near, None if self.regions is None else self.regions.strategies
-                )
-                if is_call(group)
-                else strategies_of(group, self.mesh, self.backend, choices)
-            )
-            wants = tuple(map(self.memo.one, zip(*(strategy.operand_layouts for strategy in strategies), strict=True)))
-            leaves = tuple(map(self.memo.one, zip(*(strategy.output_layouts for strategy in strategies), strict=True)))
+            strategies, wants, leaves = self.ways.of(group, choices, near)
             seconds = self._seconds(group, strategies, wants, leaves)
             self._groups[key] = PricedStrategies(strategies, seconds, wants, leaves)
         return self._groups[key]
