@@ -125,6 +125,9 @@ class Prices:
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
+        # bytes of an array, and whether nothing waits for it -> of each step, as `resharding_steps` numbers them: its
+        # seconds, the share of these behind compute, those to put pieces in order, and whether that is of several dims
+        self._of_step: dict[tuple[int, bool], list[tuple[float, float, float, bool]]] = {}
         self.resharding_steps = ReshardingSteps(self.mesh, backend.gathers) if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
@@ -333,8 +336,8 @@ class Prices:
         moves = self.resharding_steps
         steps = moves.steps(sources, targets, self.memo.tick)
         total = math.prod(shape) * width
-        of_step = [(0.0, 0.0, 0.0, False)]
-        for kind, axes, tiles, several in moves.known:
+        of_step = self._of_step.setdefault((total, late), [(0.0, 0.0, 0.0, False)])
+        for kind, axes, tiles, several in itertools.islice(moves.known, len(of_step) - 1, None):
             size = math.ceil(total / tiles)
             _, takes, share = self._sent(kind, axes, size, late)
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
@@ -368,8 +371,8 @@ class Prices:
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
-        regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
-        if regions[0] is not None:
+        if self.region(group, strategies[0]) is not None:
+            regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
             return tuple(self._region_seconds(group, region) for region in regions if region is not None)
         ends = group.handed_on_at is not None
         for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):
