@@ -1,5 +1,7 @@
 """A program that stands for those of like stages is written as each of them would be."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,11 @@ from one_device import cuttable
 from pipeline_steps import ROWS, STEPS, WIDTH, layer, numbers, weights_of_layer
 
 from autoshard.jaxprs import Literal
-from autoshard.microbatches import forms
+from autoshard.microbatches import forms, proof
 from autoshard.microbatches.forms import form_of
 from autoshard.stages.building import Builder
 from autoshard.stages.cutting import cut
+from autoshard.stages.stacks import taken_apart
 
 
 def chain(layers):
@@ -110,3 +113,48 @@ def test_forms_tell_numbers_and_bodies_of_loops_apart():
 
 def test_parameters_that_only_compare_equal_have_forms_of_their_own():
     assert len({forms._same(one) for one in (1, True, 1.0, np.float32(1), (1,), -0.0, 0.0)}) == 7
+
+
+def scan_with_dropout():
+    def loss(weights, batch):
+        def body(x, one):
+            weight, key = one
+            x = layer(weight, x)
+            return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0), None
+
+        x, _ = jax.lax.scan(body, batch["x"], (weights, jax.random.split(jax.random.key(0), 4)))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(weights, batch):
+        value, gradients = jax.value_and_grad(loss)(weights, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    weights = jax.tree.map(lambda *leaves: np.stack(leaves), *(weights_of_layer(10 * i) for i in range(4)))
+    return step, (weights, {"x": numbers(50, ROWS, WIDTH), "y": numbers(51, ROWS, WIDTH)})
+
+
+def walked_and_proven(monkeypatch, step, *, by_object):
+    """The bodies of loops that are walked, and the proof of a step whose loops are taken apart."""
+    units, walked, body = step.units(4), [], proof._Walk.body
+    starts = [boundary.trip for boundary in units.boundaries(units.balanced(4))]
+    bounds = dict.fromkeys(step.roles.stacks, (0, *starts, 4))
+    whole, part = (taken_apart(one, bounds).closed for one in (step.whole, step.part))
+    with monkeypatch.context() as patched:
+        patched.setattr(proof._Walk, "body", lambda *args: walked.append(args[-1]) or body(*args))
+        if not by_object:
+            count = itertools.count()
+            patched.setattr(proof, "id", lambda _: next(count), raising=False)
+        found = proof.proof(whole, part, step.split)
+    variables = {
+        var: i for i, var in enumerate((*whole.jaxpr.invars, *(v for e in whole.jaxpr.eqns for v in e.outvars)))
+    }
+    relations = {variables[var]: relation for var, relation in found.relations.items()}
+    return len(walked), (relations, found.places, found.drawn, found.touched, found.counted)
+
+
+def test_scans_of_one_body_are_proven_once(monkeypatch):
+    step = cuttable(*scan_with_dropout(), 2)
+    once, found = walked_and_proven(monkeypatch, step, by_object=True)
+    often, expected = walked_and_proven(monkeypatch, step, by_object=False)
+    assert found == expected and len({path[0] for path in found[2]}) >= 4, "each part of the loop draws"
+    assert once < often / 2
