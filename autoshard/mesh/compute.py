@@ -85,22 +85,22 @@ def flops(equation: Equation) -> float:
             return float(result)
 
 
-def compute_seconds(flops: float, bytes_moved: float, dtype: Any, topology: Topology) -> float:
+def compute_seconds(flops: Any, bytes_moved: Any, dtype: Any, topology: Topology) -> Any:
     """Time of one device to do `flops` on `dtype` while it reads and writes `bytes_moved` of its memory.
+
+    Numbers or arrays of them.
 
     >>> from autoshard.mesh.topology import Topology
     >>> topology = Topology({}, memory_bytes=1e9, memory_bandwidth=1e12, flops={"float32": 1e13})
-    >>> compute_seconds(1e13, 1e6, "float32", topology)
-    1.0
-    >>> compute_seconds(1e6, 1e12, "float32", topology)
-    1.0
+    >>> compute_seconds(np.array([1e13, 1e6]), np.array([1e6, 1e12]), "float32", topology)
+    array([1., 1.])
     """
-    work = flops / topology.flops_for(dtype) if flops else 0.0
+    work = flops / topology.flops_for(dtype) if np.any(flops) else 0.0
     cache, cached = topology.cache, 0.0
     if cache is not None:
-        cached = min(bytes_moved, cache.bytes) / cache.bandwidth
-        bytes_moved = max(0.0, bytes_moved - cache.bytes)
-    return max(work, cached + bytes_moved / topology.memory_bandwidth)
+        cached = np.minimum(bytes_moved, cache.bytes) / cache.bandwidth
+        bytes_moved = np.maximum(0.0, bytes_moved - cache.bytes)
+    return np.maximum(work, cached + bytes_moved / topology.memory_bandwidth)
 
 
 def _products(equation: Equation, shapes: list[tuple[int, ...]], result: int) -> float:

@@ -46,7 +46,7 @@ from autoshard.microbatches.relations import (
     scaled_dims,
     widens,
 )
-from autoshard.microbatches.row_numbers import row_column
+from autoshard.microbatches.row_numbers import reads_positions, row_column
 from autoshard.microbatches.rows import Microbatches
 from autoshard.program import Equation, Value
 from autoshard.program.reader import kind_of
@@ -181,6 +181,8 @@ class _Walk:
         self.counted: dict[Path, int] = {}
         self.makers: dict[Var, JaxprEqn] = {}
         self.drawn_rows: dict[Var, Rows] = {}
+        # jaxprs of a scan, by id, and relations of its operands -> those of its results, `drawn` and `counted` inside
+        self.scans: dict[tuple, tuple[list[Relation], set[Path], dict[Path, int]]] = {}
 
     # The step's own jaxpr.
 
@@ -321,7 +323,7 @@ class _Walk:
         if (column := row_column(eqn, relations, self.makers, self.drawn_rows, self.split)) is not None:
             self.counted[path] = column
             relations = [Invariant.BEFORE, *relations[1:]]  # the rows of the indices are those of the array
-        elif (fault := _reads_positions(eqn, relations)) is not None:
+        elif (fault := reads_positions(eqn, relations)) is not None:
             raise _Conflict(eqn, fault)
         rule = rule_of(equation_of(eqn))
         factor = batch_factor(rule, relations, self.split.batch)
@@ -364,13 +366,22 @@ class _Walk:
         if any(isinstance(relation, Rows) and relation.dim == 0 for relation in stacked):
             raise _Conflict(eqn, "loops over the rows of the batch")
         slices = [_moved(relation, -1) for relation in stacked]
-        whole, part = eqn.params["jaxpr"], small.params["jaxpr"]
-        while True:
+        whole, part, inside = eqn.params["jaxpr"], small.params["jaxpr"], len(path)
+        self.forget(path)
+        key = id(whole), id(part), *relations  # a loop over layers that is taken apart is many scans of one body
+        while key not in self.scans:
             self.forget(path)
             results = self.body(whole, part, [*relations[:consts], *carry, *slices], path)
             if carry == (after := self.joined(eqn, carry, results[:carries])):
-                return [*carry, *(_moved(relation, 1) for relation in results[carries:])]
+                drawn = {one[inside:] for one in self.drawn if one[:inside] == path}
+                counted = {one[inside:]: column for one, column in self.counted.items() if one[:inside] == path}
+                found = [*carry, *(_moved(relation, 1) for relation in results[carries:])]
+                self.scans[key] = found, drawn, counted
             carry = after
+        found, drawn, counted = self.scans[key]
+        self.drawn |= {(*path, *one) for one in drawn}
+        self.counted |= {(*path, *one): column for one, column in counted.items()}
+        return list(found)
 
     def while_loop(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
         params = eqn.params
@@ -451,22 +462,6 @@ def _may_run_in_loop(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
     if not any(isinstance(relation, Partial) for relation in relations):
         return True
     return eqn.primitive.name in _SUMMED_ON and widens(eqn) and linear(eqn.primitive.name, relations)
-
-
-def _reads_positions(eqn: JaxprEqn, relations: Sequence[Relation]) -> str | None:
-    """Why an equation needs the numbers of rows in the whole batch, if it does."""
-    name, relation = eqn.primitive.name, relations[0] if relations else None
-    if not isinstance(relation, Rows):
-        return None
-    positions: Sequence[int] = ()
-    if name == "gather":
-        positions = eqn.params["dimension_numbers"].start_index_map
-    elif name.startswith("scatter"):
-        positions = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-    elif name == "dynamic_update_slice":
-        array, written = aval_of(eqn.invars[0]).shape, aval_of(eqn.invars[1]).shape
-        positions = [dim for dim, (long, short) in enumerate(zip(array, written, strict=True)) if long != short]
-    return "reads or writes rows of the batch by their number" if relation.dim in positions else None
 
 
 def equation_of(eqn: JaxprEqn) -> Equation:

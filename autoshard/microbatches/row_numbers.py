@@ -75,3 +75,19 @@ def renumbered(indices: Any, column: int, split: Microbatches) -> Any:
     """Indices into the whole batch as indices into the rows of a microbatch."""
     rows = indices[..., column] % (split.batch // split.groups) // split.count
     return indices.at[..., column].set(rows)
+
+
+def reads_positions(eqn: JaxprEqn, relations: Sequence[Relation]) -> str | None:
+    """Why an equation needs the numbers of rows in the whole batch, if it does."""
+    name, relation = eqn.primitive.name, relations[0] if relations else None
+    if not isinstance(relation, Rows):
+        return None
+    positions: Sequence[int] = ()
+    if name == "gather":
+        positions = eqn.params["dimension_numbers"].start_index_map
+    elif name.startswith("scatter"):
+        positions = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    elif name == "dynamic_update_slice":
+        array, written = aval_of(eqn.invars[0]).shape, aval_of(eqn.invars[1]).shape
+        positions = [dim for dim, (long, short) in enumerate(zip(array, written, strict=True)) if long != short]
+    return "reads or writes rows of the batch by their number" if relation.dim in positions else None

@@ -99,6 +99,16 @@ def strategies_of(
     return list(unique.values())
 
 
+def unsummed_key(group: Group) -> tuple | None:
+    """Equal for groups that have the same strategies, whatever they compute; None where sums or halos decide, too."""
+    if group.reduction or group.reaches or facts_of(group.equations[0].primitive).from_one_device:
+        return None
+    shapes = tuple((use.value.shape, use.dims) for use in group.uses)
+    made = tuple((one.value.shape, one.dims) for one in group.outputs)
+    given = tuple(group.given.items()), group.open_axes
+    return shapes, made, tuple(group.sizes.items()), group.splittable, *given
+
+
 def _assignments(group: Group, mesh: MeshShape, choices: Choices) -> Iterator[dict[int, tuple[str, ...]]]:
     given = group.given_on(mesh)
     taken = {axis for axes in given.values() for axis in axes}

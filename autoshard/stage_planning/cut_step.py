@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from autoshard.layout import Layout
+from autoshard.microbatches.forms import form_of
 from autoshard.program import Program
 from autoshard.stage_planning.costs import StageCost, SubMeshModel, formulated_stage, stage_cost
 from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stage_search.tables import Numbers
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.traced import form_of, program_of, replaced_inputs
+from autoshard.stages.traced import program_of, replaced_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,7 @@ class CutStep:
     fixed: Mapping[int, Layout] = field(default_factory=dict)  # argument -> how it has to lie
     _formulated: dict[Any, JointStage] = field(default_factory=dict, repr=False)
     _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
-    _fingerprints: dict[Any, str] = field(default_factory=dict, repr=False)  # by the forms of programs
+    _fingerprints: dict[Any, str] = field(default_factory=dict, repr=False)  # by jaxprs' ids, and by their forms
 
     def of_stage(self, stage: int) -> list[StageProgram]:
         """The programs of one stage."""
@@ -103,10 +104,14 @@ class CutStep:
         """That of a program of a stage. Of programs that are written alike, one is read."""
         one = self.of_stage(stage)[number]
         taken, given = replaced_inputs(one, self.programs.carried, self._given)
-        form = form_of(one.jaxpr), tuple(sorted(taken.items())), given
-        if form not in self._fingerprints:
-            self._fingerprints[form] = self.traced(stage)[number].fingerprint
-        return self._fingerprints[form]
+        places = tuple(sorted(taken.items())), given
+        known = id(one.jaxpr), *places  # like stages mostly have one jaxpr
+        if known not in self._fingerprints:
+            form = form_of(one.jaxpr), *places
+            if form not in self._fingerprints:
+                self._fingerprints[form] = self.traced(stage)[number].fingerprint
+            self._fingerprints[known] = self._fingerprints[form]
+        return self._fingerprints[known]
 
     def crossing(self) -> tuple[Numbers, Numbers]:
         """Bytes of one microbatch that cross the cut before each stage, forward and backward; 0 at both ends."""

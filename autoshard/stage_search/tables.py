@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ class StageTable:
         """How many there are in all."""
         return len(self.forward) - 1
 
-    @property
+    @cached_property
     def work(self) -> Numbers:
         """Seconds per microbatch."""
         return self.forward + self.backward + self.weight

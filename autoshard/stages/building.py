@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autoshard.jaxprs import Jaxpr, JaxprEqn, Var, aval_of, evaluated, is_array
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, evaluated, is_array
+from autoshard.microbatches.forms import Form, StepForms, VariableNumbers
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.relations import Invariant, Partial, Rows
@@ -51,6 +52,11 @@ class Builder:
     roles: Roles
     apart: frozenset[int] = frozenset()  # equations before the loop that no program makes itself
     types: dict[Key, Any] = field(default_factory=dict)  # of all inputs and outputs so far
+    _traced: dict[Form, ClosedJaxpr] = field(default_factory=dict, repr=False)  # like programs are one jaxpr
+
+    @cached_property
+    def forms(self) -> StepForms:
+        return StepForms(self.step)
 
     @cached_property
     def bare(self) -> frozenset[int]:
@@ -87,11 +93,18 @@ class Builder:
         return sorted(found)
 
     def program(
-        self, kind: str, stage: int, run: Callable[..., Any], inputs: Sequence[Key], outputs: Sequence[Key]
+        self, kind: str, stage: int, run: Callable[..., Any], form: Form, inputs: Sequence[Key], outputs: Sequence[Key]
     ) -> StageProgram:
-        """A program of a function of arrays."""
+        """A program of a function of arrays.
+
+        Args:
+            form: equal for functions that make the same of arrays of the same types.
+        """
         avals = [self.types[key] for key in inputs]
-        closed = jax.make_jaxpr(run)(*avals)
+        known = *form, *avals
+        if known not in self._traced:
+            self._traced[known] = jax.make_jaxpr(run)(*avals)
+        closed = self._traced[known]
         for key, aval in zip(outputs, closed.out_avals, strict=True):
             self.types.setdefault(key, _struct(aval))
         return StageProgram(kind, stage, closed, tuple(inputs), tuple(outputs))
@@ -151,13 +164,26 @@ class Builder:
                 for n, (var, one) in enumerate(zip(wanted, results, strict=True))
             ]
 
+        number = VariableNumbers()
+        relations = [step.relation(var) if has_rows else None for var, has_rows in zip(read, taken_rows, strict=True)]
+        form = (
+            "loop",
+            has_index,
+            *(tuple(number(step.twins[var]) for var in some) for some in (read, made_bare)),
+            tuple(relations),
+            tuple(number.equation(step.equations[i]) for i in bare),
+            tuple(number(var) for var in made_bare),
+            tuple(self.forms.in_microbatch(i, number) for i in equations),
+            *(tuple(number(step.twins[var]) for var in some) for some in (values, rows, sums)),
+            tuple((var in summed, self.forms.total(var)) for var in sums),
+        )
         inputs = [*[MICROBATCH] * has_index, *keys, *(names.key("sum", var) for var in summed)]
         outputs = [
             *(names.key("value", var) for var in values),
             *(names.key("rows", var) for var in rows),
             *(names.key("sum", var) for var in sums),
         ]
-        return self.program(kind, stage, run, inputs, outputs)
+        return self.program(kind, stage, run, form, inputs, outputs)
 
     def before_program(self, stage: int, programs: Sequence[StageProgram]) -> StageProgram | None:
         """What a stage computes before its first microbatch; None if that is nothing."""
@@ -178,8 +204,11 @@ class Builder:
             made = evaluated(equations, dict(zip(read, arrays, strict=True)), early)
             return [*made, *map(step.start, sums)]
 
+        number = VariableNumbers()
+        variables_of = tuple(map(number, read)), tuple(map(number.equation, equations)), tuple(map(number, early))
+        form = "before", *variables_of, tuple(map(self.forms.total, sums))
         outputs = [*(names.key("early", var) for var in early), *(names.key("sum", var) for var in sums)]
-        return self.program("before", stage, run, [names.outside[var] for var in read], outputs)
+        return self.program("before", stage, run, form, [names.outside[var] for var in read], outputs)
 
     # After the last microbatch.
 
@@ -256,7 +285,14 @@ class Builder:
                     env[var] = step.total(var, rest.pop(0))
             return evaluated([step.equations[i] for i in equations], env, wanted)
 
-        return self.program("after", stage, run, inputs, [names.late(var) for var in wanted])
+        number = VariableNumbers()
+        form = (
+            "after",
+            tuple((number(var), (step.relation(var), self.forms.total(var)) if var in loop else None) for var in read),
+            tuple(number.equation(step.equations[i]) for i in equations),
+            tuple(map(number, wanted)),
+        )
+        return self.program("after", stage, run, form, inputs, [names.late(var) for var in wanted])
 
 
 def _struct(aval: Any) -> Any:

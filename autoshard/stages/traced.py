@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Literal, Var, aval_of, constraint_like
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Var, constraint_like
 from autoshard.layout import Layout, spec_of
 from autoshard.microbatches.opening import opened
 from autoshard.plans.plan import PlanData
@@ -85,32 +85,6 @@ def replaced_inputs(
     }
     given = frozenset(i for i in taken if stage_program.inputs[i] in places or stage_program.inputs[i] in donated)
     return taken, given
-
-
-def form_of(closed: ClosedJaxpr) -> tuple[Any, ...]:
-    """Equal for jaxprs that are written alike, but for their functions: their programs have one fingerprint."""
-    jaxpr = closed.jaxpr
-    number: dict[Any, int] = {var: n for n, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
-
-    def read(atom: Any) -> Any:
-        return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else number[atom]
-
-    equations = []
-    for eqn in jaxpr.eqns:
-        operands = tuple(map(read, eqn.invars))
-        number |= {var: len(number) + n for n, var in enumerate(eqn.outvars)}
-        params = tuple((name, _form(value)) for name, value in sorted(eqn.params.items()))
-        equations.append((eqn.primitive.name, operands, tuple(map(aval_of, eqn.outvars)), params))
-    return tuple(closed.in_avals), tuple(map(id, closed.consts)), tuple(equations), tuple(map(read, jaxpr.outvars))
-
-
-def _form(parameter: Any) -> Any:
-    """Of a parameter: equal for those that say the same."""
-    if isinstance(parameter, tuple | list):
-        return tuple(map(_form, parameter))
-    if isinstance(parameter, Jaxpr | ClosedJaxpr):
-        return form_of(parameter if isinstance(parameter, ClosedJaxpr) else ClosedJaxpr(parameter, ()))
-    return None if callable(parameter) else repr(parameter)
 
 
 def in_planning_order(programs: StagePrograms, stage: int) -> list[tuple[int, StageProgram]]:

@@ -11,10 +11,11 @@ from one_device import cut_evenly, cuttable, run_in_order
 from pipeline_steps import LAYERS, ROWS, STEPS, WIDTH, layer, numbers, scanned, weights_of_layer
 
 from autoshard import MicrobatchError
+from autoshard.microbatches.forms import form_of
 from autoshard.pipeline import SCHEDULES, schedule
 from autoshard.stages.cutting import cut
 from autoshard.stages.programs import Key
-from autoshard.stages.traced import form_of, program_of
+from autoshard.stages.traced import program_of
 
 ACTIVATION = (ROWS // 2, 4, WIDTH)
 
@@ -173,11 +174,3 @@ def test_stages_of_like_layers_are_written_alike(unrolled):
     assert forms[-1] != middle[0]
     read = [program_of(programs.loop["F", n], "step", programs.carried).fingerprint for n in range(LAYERS)]
     assert [one == read[1] for one in read] == [one == forms[1] for one in forms]
-
-
-def test_forms_tell_numbers_and_bodies_of_loops_apart():
-    def looped(times, number):
-        return jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (c * number, None), x, length=times)[0])(1.0)
-
-    assert form_of(looped(3, 2.0)) == form_of(looped(3, 2.0))
-    assert len({form_of(one) for one in (looped(3, 2.0), looped(4, 2.0), looped(3, 2.5))}) == 3

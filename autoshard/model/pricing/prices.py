@@ -24,9 +24,9 @@ from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps, differ, places_among
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
+from autoshard.model.pricing.ways import WaysToSplit
 from autoshard.model.regions.pricing import REGIONS, Region, Regions
-from autoshard.model.regions.strategies import is_call, operation_strategies
-from autoshard.model.strategies import Choices, Finish, Strategy, every_choice, strategies_of
+from autoshard.model.strategies import Choices, Finish, Strategy, every_choice
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
@@ -120,10 +120,14 @@ class Prices:
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
+        self.ways = WaysToSplit(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
+        # bytes of an array, and whether nothing waits for it -> of each step, as `resharding_steps` numbers them: its
+        # seconds, the share of these behind compute, those to put pieces in order, and whether that is of several dims
+        self._of_step: dict[tuple[int, bool], list[tuple[float, float, float, bool]]] = {}
         self.resharding_steps = ReshardingSteps(self.mesh, backend.gathers) if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
@@ -135,15 +139,7 @@ class Prices:
         if key not in self._groups:
             self.memo.tick()
             near = None if self.offered is None else self.offered.groups.get(group.index)
-            strategies = self.memo.in_time(
-                operation_strategies(
-                    group, self.mesh, choices, near, None if self.regions is None else self.regions.strategies
-                )
-                if is_call(group)
-                else strategies_of(group, self.mesh, self.backend, choices)
-            )
-            wants = tuple(map(self.memo.one, zip(*(strategy.operand_layouts for strategy in strategies), strict=True)))
-            leaves = tuple(map(self.memo.one, zip(*(strategy.output_layouts for strategy in strategies), strict=True)))
+            strategies, wants, leaves = self.ways.of(group, choices, near)
             seconds = self._seconds(group, strategies, wants, leaves)
             self._groups[key] = PricedStrategies(strategies, seconds, wants, leaves)
         return self._groups[key]
@@ -340,8 +336,8 @@ class Prices:
         moves = self.resharding_steps
         steps = moves.steps(sources, targets, self.memo.tick)
         total = math.prod(shape) * width
-        of_step = [(0.0, 0.0, 0.0, False)]
-        for kind, axes, tiles, several in moves.known:
+        of_step = self._of_step.setdefault((total, late), [(0.0, 0.0, 0.0, False)])
+        for kind, axes, tiles, several in itertools.islice(moves.known, len(of_step) - 1, None):
             size = math.ceil(total / tiles)
             _, takes, share = self._sent(kind, axes, size, late)
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
@@ -375,8 +371,8 @@ class Prices:
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
         found = []
-        regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
-        if regions[0] is not None:
+        if self.region(group, strategies[0]) is not None:
+            regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
             return tuple(self._region_seconds(group, region) for region in regions if region is not None)
         ends = group.handed_on_at is not None
         for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):

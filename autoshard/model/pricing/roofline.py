@@ -60,9 +60,7 @@ class GroupWork:
         through = np.maximum(
             self._bytes_moved(group, wants, leaves), self.arrays.backend.vector_products.bytes_read(group, pieces)
         )
-        moved = np.broadcast_to(through, work.shape)
-        dtype = compute_dtype(group.equations)
-        least = np.broadcast_to(self._least(group, pieces) + self._image_copies(group, wants, leaves), work.shape)
+        least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
         backend = self.arrays.backend
         in_units = np.maximum(
             np.maximum(self._vector_seconds(group, split, leaves), backend.matrix_unit.seconds(group, pieces)),
@@ -70,12 +68,9 @@ class GroupWork:
         )
         if sorting := backend.sorts.seconds(group):
             in_units = np.maximum(in_units, sorting / split[frozenset(group.factors_of(group.equations[0]))])
-        units = np.broadcast_to(in_units, work.shape)
-        each = zip(least.tolist(), work.tolist(), moved.tolist(), units.tolist(), strict=True)
-        return [
-            least + max(compute_seconds(done, bytes_moved, dtype, self.topology), unit)
-            for least, done, bytes_moved, unit in each
-        ]
+        roofline = compute_seconds(work, through, compute_dtype(group.equations), self.topology)
+        found: list[float] = np.broadcast_to(least + np.maximum(roofline, in_units), work.shape).tolist()
+        return found
 
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
@@ -95,7 +90,7 @@ class GroupWork:
         ]
         work, dtype = sum(map(self._flops, group.equations)), compute_dtype(group.equations)
         shared = compute_seconds(work / devices, sum(sizes) / devices, dtype, self.topology)
-        return self.arrays.backend.operations.seconds(group) + shared
+        return self.arrays.backend.operations.seconds(group) + float(shared)
 
     def _flops(self, equation: Equation) -> float:
         products = self.arrays.backend.fourier_products

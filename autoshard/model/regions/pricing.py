@@ -135,7 +135,9 @@ class Regions:
         """
         (equation,) = group.equations
         if run is not None:
-            return self._as_compiled(self._of_call(equation, run, shares and equation.index in self.forward))
+            region = self._of_call(equation, run, shares and equation.index in self.forward)
+            sums = () if run.name else tuple(self._sums(run, equation))
+            return self._as_compiled(replace(region, collectives=(*region.collectives, *sums)))
         key = self.key(equation)
         if key not in self._known:
             self._kept.append(equation.params["jaxpr"])
@@ -157,7 +159,10 @@ class Regions:
         return replace(one, kind=self.backend.gathers.sent_as(one.kind, among, everywhere, one.bytes))
 
     def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
-        """Equal for axes that do the same: they are found once, and named."""
+        """What the devices run of one call; without the sums of a split by the rule alone.
+
+        It is found once for all axes that do the same, and named.
+        """
         call = Call.of(equation, rule_of(equation))
         together = call.interchangeable(run)
         in_order = sorted((role, names) for role, names in run.roles if role not in together)
@@ -171,12 +176,10 @@ class Regions:
             known[key] = self._traced(call, run, equation, shares), axes
         region, names = known[key]
         renamed = dict(zip(names, axes, strict=True)) if run.name else {}
-        collectives = [
+        collectives = (
             replace(one, axes=tuple(axis for axis in self.mesh if axis in {renamed[axis] for axis in one.axes}))
             for one in region.collectives
-        ]
-        if not run.name:
-            collectives += self._sums(call, run, equation)
+        )
         return replace(region, collectives=tuple(collectives))
 
     def _sizes(self, call: Call, run: Run, together: Set[str]) -> tuple[tuple[str, int], ...]:
@@ -187,7 +190,7 @@ class Regions:
         return *local.items(), ("", product)
 
     def _traced(self, call: Call, run: Run, equation: Equation, shares: bool) -> Region:
-        """What the devices run of one call; without the sums of a split by the rule alone."""
+        """The same, traced."""
         reads, _ = call.layouts(run, self.mesh)
         pairs = zip(equation.inputs, reads, strict=True)
         structs = [jax.ShapeDtypeStruct(local_shape(x.shape, layout, self.mesh), x.dtype) for x, layout in pairs]
@@ -201,7 +204,7 @@ class Regions:
             region = self._read(bodies, None if implementation is None else implementation.turns)
         if shares:
             forward = self.forward[equation.index]
-            done = self._traced(Call.of(forward, rule_of(forward)), run, forward, shares=False)
+            done = self._of_call(forward, run, shares=False)
             computes_again = not call.operation.is_written(run.name)
             region = region.after(done, before + len(forward.inputs), computes_again=computes_again)
         return self._said(call, run, region, structs)
@@ -223,7 +226,8 @@ class Regions:
             region = replace(region, workspace=float(implementation.bytes(split, *structs, **static)))
         return region
 
-    def _sums(self, call: Call, run: Run, equation: Equation) -> Iterator[RegionCollective]:
+    def _sums(self, run: Run, equation: Equation) -> Iterator[RegionCollective]:
+        call = Call.of(equation, rule_of(equation))
         _, leaves = call.layouts(run, self.mesh)
         for value, layout, axes in zip(equation.outputs, leaves, call.partial(run, self.mesh), strict=True):
             if axes:

@@ -373,7 +373,7 @@ def _places_within(sizes: np.ndarray) -> np.ndarray:
 
 def _min_plus(table: np.ndarray, paid: np.ndarray) -> np.ndarray:
     """[class at the other end, edge]: the least over the classes here of what they pay and the edge costs."""
-    if table.shape[1] * paid.shape[1] < SWEEP.long_row:
+    if table.shape[1] * paid.size <= SWEEP.most_sums:
         return (table + paid[:, None]).min(axis=0)
     result = table[0] + paid[0]
     for own, costs in zip(table[1:], paid[1:], strict=True):

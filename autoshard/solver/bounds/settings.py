@@ -29,7 +29,7 @@ class BlockSettings:
 class SweepSettings:
     """How a sweep of the NumPy version works, and its seconds of a quiet core."""
 
-    long_row: int = 1000  # entries of tables side by side, from which on their rows are taken one by one
+    most_sums: int = 1 << 20  # entries of tables side by side: in larger ones, rows are added up one by one
     seconds_per_entry: float = 2e-9  # of a table
     seconds_per_message: float = 2e-8  # one number that an edge hands on
     seconds_per_block: float = 4e-5  # of the calls of NumPy

@@ -1,0 +1,48 @@
+"""A group in, its strategies and their layouts out; found once for groups that can be split alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from autoshard.layout import Layout, MeshShape
+from autoshard.model.groups import Group
+from autoshard.model.pricing.memo import Memo
+from autoshard.model.regions.strategies import is_call, operation_strategies
+from autoshard.model.strategies import Choices, Strategy, every_choice, strategies_of, unsummed_key
+from autoshard.model.xla.backends import Backend
+
+_Layouts = tuple[tuple[Layout, ...], ...]  # per use or output of a group, that of each strategy
+Ways = tuple[tuple[Strategy, ...], _Layouts, _Layouts]  # strategies, how operands are wanted, how results are left
+
+
+class WaysToSplit:
+    """The strategies of one mesh and compiler."""
+
+    def __init__(self, mesh: MeshShape, backend: Backend, memo: Memo, of_calls: dict[int, list[Strategy]] | None):
+        """
+        Args:
+            of_calls: of calls of operations, as `operation_strategies` knows them.
+        """
+        self._mesh, self._backend, self._memo, self._of_calls = mesh, backend, memo, of_calls
+        self._known: dict[tuple, Ways] = {}
+
+    def of(self, group: Group, choices: Choices = every_choice, near: Mapping[str, int] | None = None) -> Ways:
+        """The strategies of a group that are offered, in time.
+
+        Args:
+            near: as for `operation_strategies`.
+        """
+        if is_call(group):
+            return self._in_time(operation_strategies(group, self._mesh, choices, near, self._of_calls))
+        key = unsummed_key(group) if choices is every_choice else None
+        if key is None:
+            return self._in_time(strategies_of(group, self._mesh, self._backend, choices))
+        if key not in self._known:
+            self._known[key] = self._in_time(strategies_of(group, self._mesh, self._backend))
+        return self._known[key]
+
+    def _in_time(self, offered: Iterable[Strategy]) -> Ways:
+        strategies = self._memo.in_time(offered)
+        wants = tuple(map(self._memo.one, zip(*(one.operand_layouts for one in strategies), strict=True)))
+        leaves = tuple(map(self._memo.one, zip(*(one.output_layouts for one in strategies), strict=True)))
+        return strategies, wants, leaves
