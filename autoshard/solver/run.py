@@ -212,7 +212,7 @@ class Run:
         return large
 
     def load_programs(self) -> ModuleType:
-        """The integer programs; what they import takes a while, in which it can lose a Ctrl-C."""
+        """The integer programs; what they import takes a second, in which it can lose a Ctrl-C."""
         with self.report.during("load the integer program"):
             return in_background(_load_programs, self.clock.check)
 

@@ -1,4 +1,7 @@
-"""A linear program of which some variables are 0 or 1 in, what HiGHS says of it out."""
+"""HiGHS, which solves what cvxpy has compiled.
+
+cvxpy takes no first solution, gives no bound back and does not hear Ctrl-C, so its matrices go to highspy from here.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import cvxpy as cp
 import highspy
 import numpy as np
 from scipy import sparse
@@ -39,23 +43,13 @@ class _SilentHighs(highspy.Highs):
         super().enableCallbacks()
 
 
-@dataclass(frozen=True)
-class LinearProgram:
-    """Minimise ``costs @ values``, where values are 0 or more, and ``rows @ values`` is what it is to be."""
-
-    costs: np.ndarray
-    is_binary: np.ndarray  # variable -> whether it is 0 or 1
-    rows: sparse.csr_array  # [row, variable]: those of equations first
-    sums: np.ndarray  # row -> what it adds up to, in equations; in the others, at most
-    equations: int  # how many rows are some
-
-
 class Highs:
-    """A linear program in HiGHS, set up so that two runs agree bit for bit unless time ends them."""
+    """A compiled cvxpy problem in HiGHS, set up so that two runs agree bit for bit unless time ends them."""
 
     def __init__(
         self,
-        program: LinearProgram,
+        problem: cp.Problem,
+        variables: list[cp.Variable],
         *,
         time_limit: float,
         seed: int,
@@ -67,15 +61,20 @@ class Highs:
         self._stop = stop or threading.Event()
         self._look, self._spend, self._steps = look, spend, 0
         self._deadline = time.monotonic() + time_limit
+        data, _, _ = problem.get_problem_data("HIGHS")
+        first_column = data["param_prob"].var_id_to_col
+        self._columns = np.concatenate([first_column[v.id] + np.arange(v.size) for v in variables])
+        count = data["A"].shape[1]
+        binary = np.isin(np.arange(count), data["bool_vars_idx"])
         model = highspy.HighsModel()
-        lp, count = model.lp_, len(program.costs)
-        lp.num_col_, lp.num_row_, lp.col_cost_ = count, len(program.sums), program.costs
-        lp.col_lower_, lp.col_upper_ = np.zeros(count), np.where(program.is_binary, 1.0, np.inf)
-        whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        lp.integrality_ = [whole if is_binary else real for is_binary in program.is_binary]
-        is_equation = np.arange(lp.num_row_) < program.equations
-        lp.row_lower_, lp.row_upper_ = np.where(is_equation, program.sums, -np.inf), program.sums
-        matrix = program.rows.tocsc()
+        lp = model.lp_
+        lp.num_col_, lp.num_row_ = count, data["A"].shape[0]
+        lp.col_cost_ = data["c"]
+        lp.col_lower_, lp.col_upper_ = np.zeros(count), np.where(binary, 1.0, np.inf)
+        lp.integrality_ = [highspy.HighsVarType.kInteger if b else highspy.HighsVarType.kContinuous for b in binary]
+        equal = np.arange(lp.num_row_) < data["dims"].zero
+        lp.row_lower_, lp.row_upper_ = np.where(equal, data["b"], -np.inf), data["b"]
+        matrix = data["A"].tocsc()
         lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = matrix.indptr, matrix.indices, matrix.data
         self._highs = _SilentHighs()
@@ -92,7 +91,7 @@ class Highs:
             self._highs.setOptionValue(name, value)
         self._highs.passModel(model)
         self._entries, self._looks = matrix.nnz, 0
-        self.values: np.ndarray | None = None  # of the variables; None: no solution is known
+        self.values: np.ndarray | None = None  # of the variables, stacked; None: no solution is known
         self.bound = -np.inf  # no solution has a lower objective
         self.stopped = False  # by the clock, or
         self.interrupted = False  # by Ctrl-C
@@ -100,7 +99,8 @@ class Highs:
     def add(self, rows: sparse.csr_array, upper: Sequence[float] | np.ndarray) -> None:
         """Adds ``rows @ values <= upper``."""
         for start, end, top in zip(rows.indptr[:-1], rows.indptr[1:], upper, strict=True):
-            self._highs.addRow(-np.inf, top, end - start, rows.indices[start:end], rows.data[start:end])
+            columns = self._columns[rows.indices[start:end]]
+            self._highs.addRow(-np.inf, top, len(columns), columns, rows.data[start:end])
 
     def run(self, start: np.ndarray | None, *, relaxed: bool) -> None:
         """Solves on from `start`, or only the relaxation. The time limit is on all runs together."""
@@ -110,7 +110,7 @@ class Highs:
         self._highs.setOptionValue("time_limit", self._highs.getRunTime() + left)
         if start is not None and not relaxed:
             solution = highspy.HighsSolution()
-            solution.col_value = list(start)
+            solution.col_value = list(start[np.argsort(self._columns)])
             self._highs.setSolution(solution)
         self.values, self.bound = None, -np.inf
         if not self._finish():
@@ -120,7 +120,7 @@ class Highs:
             self.values, self.bound = None, np.inf
             return
         found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-        self.values = np.array(self._highs.getSolution().col_value) if found else None
+        self.values = np.array(self._highs.getSolution().col_value)[self._columns] if found else None
         if not relaxed:
             self.bound = info.mip_dual_bound
         elif status == highspy.HighsModelStatus.kOptimal:
@@ -163,7 +163,7 @@ class Highs:
         self._on_look(event)
 
     def _on_solution(self, event: highspy.highs.HighsCallbackEvent) -> None:
-        self.values = np.array(event.data_out.mip_solution)
+        self.values = np.array(event.data_out.mip_solution)[self._columns]
 
     def _on_step(self, event: highspy.highs.HighsCallbackEvent) -> None:
         self._steps += 1

@@ -1,4 +1,4 @@
-"""A `Problem` as an integer program, solved by HiGHS to proven optimality.
+"""A `Problem` as an integer program, written in cvxpy and solved by HiGHS to proven optimality.
 
 With ``s[n, a]`` = 1 where node n takes option a, and ``x[e, r, q]`` the flow of edge e between a class r of its first
 node's options and a class q of its second's (options whose rows or columns in the edge's table differ by a constant
@@ -27,12 +27,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+import cvxpy as cp
 import numpy as np
 from scipy import sparse
 
-from autoshard.solver.exact.highs import Highs, LinearProgram
+from autoshard.solver.exact.highs import Highs
 from autoshard.solver.problem import Problem
 from autoshard.solver.tables import classes, split, summed
 from autoshard.solver.verify import ROUNDING, verify
@@ -47,8 +47,8 @@ class ProgramSettings:
     few_entries: int = 1_000_000  # in the rows of all pressure points; if they have more, rows are added as needed
     added_rows: int = 50  # at a time
     heavy: float = 1e6  # largest entry of a memory row, far beyond what fits; HiGHS refuses entries over 1e15
-    setup_seconds: float = 0.03  # of a quiet core to start HiGHS, on top of
-    seconds_per_flow: float = 8e-6  # that this and HiGHS take before the first check of the time, on a slow machine
+    setup_seconds: float = 0.03  # of a quiet core to start cvxpy and HiGHS, on top of
+    seconds_per_flow: float = 8e-6  # that cvxpy and HiGHS take before the first check of the time, on a slow machine
 
 
 PROGRAM = ProgramSettings()
@@ -99,39 +99,43 @@ def cheapest(
     if (room < 0).any():
         return Outcome(None, np.inf, interrupted=False)
     scale = 1 / np.where(room > 0, room, 1.0)
+    s, x = program.variables()
     unit = program.span / PROGRAM.magnitude
-    is_one = len(problems) == 1
-    lines = _Lines(program, has_total=not is_one)
-    for total, rest in program.totals(unit) if not is_one else ():
-        lines.add(total[None, :], [-rest], of_total=-1.0)
+    totals = program.totals(s, x, unit)
+    variables, constraints = [s, x], program.constraints(s, x)
+    if len(totals) == 1:
+        cost = totals[0]
+    else:
+        cost = cp.Variable(nonneg=True)
+        variables.append(cost)
+        constraints += [total <= cost for total in totals]
     if len(points := memory.first_points()):
-        lines.add(memory.usage(points, scale), (room * scale)[points])
+        constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
     gap = max(gap, PROGRAM.gap * abs(program.constant if first is None else known)) / unit
-    whole = lines.program(program.totals(unit)[0][0] if is_one else None)
-    highs = Highs(whole, time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look, spend=spend)
+    whole = cp.Problem(cp.Minimize(cost), constraints)
+    highs = Highs(whole, variables, time_limit=time_limit, seed=seed, gap=gap, stop=stop, look=look, spend=spend)
     start = None if first is None else program.point(first)
-    if start is not None and not is_one:
-        start = np.append((known - program.constant) / unit, start)
+    if start is not None and len(variables) > 2:
+        start = np.append(start, (known - program.constant) / unit)
     bound, relaxed = program.constant, not memory.complete
     while True:
         highs.run(start, relaxed=relaxed)
         bound = max(bound, program.constant + unit * highs.bound)
         if highs.values is None:
             return Outcome(None, bound, highs.interrupted)
-        s = lines.options(highs.values)
-        choice = program.choice(s)
-        held = memory.held(s if relaxed else program.chosen(choice))
+        choice = program.choice(highs.values)
+        held = memory.held(highs.values[: s.size] if relaxed else program.chosen(choice))
         if highs.stopped:
             return Outcome(None if relaxed or (held > room).any() else choice, bound, highs.interrupted)
         if len(points := memory.next_points(held - room)):
-            highs.add(lines.widened(memory.usage(points, scale)), (room * scale)[points])
+            highs.add(memory.usage(points, scale), (room * scale)[points])
         elif relaxed:
             relaxed = False
         elif (held > room).any():
             # HiGHS lets a row exceed its limit by its tolerance. What holds as much on every node does not fit either.
             for usage in memory.usage(np.flatnonzero(held > room), scale).toarray():
-                cover = sparse.csr_array(program.at_least(choice, usage)[None, :].astype(np.float64))
-                highs.add(lines.widened(cover), [len(problem.costs) - 1.0])
+                cover = program.at_least(choice, usage)[None, :]
+                highs.add(sparse.csr_array(cover.astype(np.float64)), [len(problem.costs) - 1.0])
         else:
             return Outcome(choice, bound, interrupted=False)
 
@@ -148,26 +152,28 @@ def leanest(
     program, memory = _encode((problem,), np.inf), _Memory(problem)
     unit = (memory.most.max(initial=0.0) or 1.0) / PROGRAM.magnitude
     scale = np.full(len(memory.least), 1 / unit)
-    lines = _Lines(program, has_total=True)  # of the peak
-    lines.add(sparse.csr_array((1, program.costs.shape[1])), [-memory.least.max(initial=0.0) / unit], of_total=-1.0)
+    s, x = program.variables()
+    peak = cp.Variable(nonneg=True)
+    constraints = [*program.constraints(s, x), peak >= memory.least.max(initial=0.0) / unit]
     if len(points := memory.first_points()):
-        lines.add(memory.usage(points, scale), -(memory.least * scale)[points], of_total=-1.0)
-    highs = Highs(lines.program(), time_limit=time_limit, seed=seed, gap=1e-6, look=look, spend=spend)
+        constraints.append(memory.usage(points, scale) @ s + (memory.least * scale)[points] <= peak)
+    whole = cp.Problem(cp.Minimize(peak), constraints)
+    highs = Highs(whole, [s, x, peak], time_limit=time_limit, seed=seed, gap=1e-6, look=look, spend=spend)
     best, lowest, bound, relaxed = None, np.inf, 0.0, not memory.complete
     while True:
         highs.run(None, relaxed=relaxed)
         bound = max(bound, unit * highs.bound)
         if highs.values is None:
             return Outcome(best, bound, highs.interrupted)
-        s = lines.options(highs.values)
-        choice = program.choice(s)
-        held = memory.held(s if relaxed else program.chosen(choice)) + memory.least
+        choice = program.choice(highs.values)
+        held = memory.held(highs.values[: s.size] if relaxed else program.chosen(choice)) + memory.least
         if not relaxed and held.max(initial=0.0) < lowest:
             best, lowest = choice, held.max(initial=0.0)
         if highs.stopped:
             return Outcome(best, bound, highs.interrupted)
-        if len(points := memory.next_points(held - unit * highs.values[0])):
-            rows = lines.widened(memory.usage(points, scale), of_total=-1.0)
+        if len(points := memory.next_points(held - unit * highs.values[-1])):
+            flows, peaks = sparse.csr_array((len(points), x.size)), np.ones((len(points), 1))
+            rows = sparse.hstack([memory.usage(points, scale), flows, -peaks], format="csr")
             highs.add(rows, -(memory.least * scale)[points])
         elif relaxed:
             relaxed = False
@@ -190,27 +196,33 @@ class _Program:
     blocks: sparse.csr_array  # [row, option of s]: sum to zero
     cells: tuple[tuple[int, int, np.ndarray], ...]  # edges with flows: i, j, [option of i, option of j] -> flow or -1
 
+    def variables(self) -> tuple[cp.Variable, cp.Variable]:
+        return cp.Variable(self.costs.shape[1], boolean=True), cp.Variable(self.flow_costs.shape[1], nonneg=True)
+
     @property
     def constant(self) -> float:
         """What any choice costs at least."""
         return float(self.constants.max())
 
-    def totals(self, unit: float) -> list[tuple[np.ndarray, float]]:
-        """Per problem, what a choice costs more than `constant`, in such units: over s and x, and what is left."""
+    def totals(self, s: cp.Variable, x: cp.Variable, unit: float) -> list[cp.Expression]:
+        """Per problem, what a choice costs more than `constant`, in units of so many seconds."""
         less = (self.constants - self.constant) / unit
-        both = np.concatenate([self.costs / unit, self.flow_costs / unit], axis=1)
-        return list(zip(both, less.tolist(), strict=True))
+        alone = [
+            (costs / unit) @ s + (flows / unit) @ x for costs, flows in zip(self.costs, self.flow_costs, strict=True)
+        ]
+        return [total + rest if rest else total for total, rest in zip(alone, less.tolist(), strict=True)]
 
-    def equations(self) -> tuple[sparse.csr_array, np.ndarray]:
-        """[row, option of s or flow of x], and what the rows add up to."""
-        (nodes, count), flows = (len(self.offsets) - 1, self.costs.shape[1]), self.flow_costs.shape[1]
-        one = sparse.csr_array((np.ones(count), np.arange(count), self.offsets), shape=(nodes, count))
-        no_edge = sparse.csr_array(([1.0], ([0], [0])), shape=(1, flows))
-        none = np.flatnonzero(self.forbidden)
-        forbidden = sparse.csr_array((np.ones(len(none)), (np.arange(len(none)), none)), shape=(len(none), count))
-        blocks = [[one, None], [None, no_edge], [self.marginals, -self.flows], [self.blocks, None], [forbidden, None]]
-        rows = sparse.block_array([pair for pair in blocks if max(part.shape[0] for part in pair if part is not None)])
-        return rows.tocsr(), np.append(np.ones(nodes), np.zeros(rows.shape[0] - nodes))
+    def constraints(self, s: cp.Variable, x: cp.Variable) -> list[cp.Constraint]:
+        count = self.costs.shape[1]
+        one = sparse.csr_array((np.ones(count), np.arange(count), self.offsets))
+        rows = [one @ s == 1, x[0] == 0]
+        if self.marginals.shape[0]:
+            rows.append(self.marginals @ s == self.flows @ x)
+        if self.blocks.shape[0]:
+            rows.append(self.blocks @ s == 0)
+        if self.forbidden.any():
+            rows.append(s[np.flatnonzero(self.forbidden)] == 0)
+        return rows
 
     def chosen(self, choice: Sequence[int]) -> np.ndarray:
         """s of a choice."""
@@ -233,45 +245,6 @@ class _Program:
         """Whether each option of s holds at least what the chosen one of its node holds."""
         chosen = usage[self.offsets[:-1] + np.asarray(choice, dtype=np.int64)]
         return usage >= np.repeat(chosen, np.diff(self.offsets))
-
-
-class _Lines:
-    """The linear program of a choice, row by row, over a total, if there is one, and then s and x."""
-
-    def __init__(self, program: _Program, *, has_total: bool):
-        self._options, self._flows = program.costs.shape[1], program.flow_costs.shape[1]
-        self._before = int(has_total)
-        rows, sums = program.equations()
-        self._equations = len(sums)
-        self._rows, self._sums = [self.widened(rows)], [sums]
-
-    def widened(self, rows: sparse.csr_array, of_total: float = 0.0) -> sparse.csr_array:
-        """Rows over s, or over s and x, as rows over all variables.
-
-        Args:
-            of_total: the coefficient of the total.
-        """
-        total = sparse.csr_array(np.full((rows.shape[0], self._before), of_total))
-        rest = sparse.csr_array((rows.shape[0], self._options + self._flows - rows.shape[1]))
-        return sparse.hstack([total, rows, rest], format="csr")
-
-    def add(self, rows: Any, most: Sequence[float] | np.ndarray, of_total: float = 0.0) -> None:
-        """Adds rows that add up to no more than `most`; otherwise as for `widened`."""
-        self._rows.append(self.widened(sparse.csr_array(rows), of_total))
-        self._sums.append(np.asarray(most))
-
-    def program(self, costs: np.ndarray | None = None) -> LinearProgram:
-        """The program: the least sum of costs over s and x, or else the least total."""
-        if costs is None:
-            costs = np.append(1.0, np.zeros(self._options + self._flows))
-        is_binary = np.zeros(len(costs), dtype=bool)
-        is_binary[self._before : self._before + self._options] = True
-        rows = sparse.vstack(self._rows, format="csr")
-        return LinearProgram(costs, is_binary, rows, np.concatenate(self._sums), self._equations)
-
-    def options(self, values: np.ndarray) -> np.ndarray:
-        """s of the values of all variables."""
-        return values[self._before : self._before + self._options]
 
 
 def _offsets(problem: Problem) -> np.ndarray:

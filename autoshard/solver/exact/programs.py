@@ -1,6 +1,6 @@
 """The integer program as an algorithm of the table: the last one, since it ends with the optimum or with the time.
 
-What HiGHS and SciPy import takes a while, so `integer_program` is loaded when it is first needed.
+What HiGHS and cvxpy import takes a second, so `integer_program` is loaded when it is first needed.
 """
 
 from __future__ import annotations

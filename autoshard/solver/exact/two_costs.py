@@ -214,7 +214,7 @@ def _cheapest(
 ) -> tuple[tuple[int, ...] | None, float]:
     """The integer program over these options, from a choice among them; and what any of them costs at least."""
     start = [int(np.searchsorted(own, chosen)) for own, chosen in zip(options, choice, strict=True)]
-    program = importlib.import_module("autoshard.solver.exact.integer_program")  # imports for a while
+    program = importlib.import_module("autoshard.solver.exact.integer_program")  # imports for a second
 
     def spend(seconds: float) -> bool:
         budget.spend(seconds)

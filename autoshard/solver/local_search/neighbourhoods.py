@@ -39,7 +39,7 @@ class Neighbourhoods:
             seconds: to spend, at most, about; unless looks are counted.
             stop: ends it early.
         """
-        from autoshard.solver.exact.integer_program import cheapest  # takes a while to import
+        from autoshard.solver.exact.integer_program import cheapest  # takes a second to import
 
         limit = math.inf if self.counted else min(NEIGHBOURHOODS.seconds, seconds)
         started, looks = time.monotonic(), 0
