@@ -21,6 +21,7 @@ from autoshard.model.xla import backends, loop_memory, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.products import FourierProducts
+from autoshard.program import reader
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 MACHINE, AXES = "v5e:2x2", {"x": 4}
@@ -163,6 +164,12 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         [array(8, 32, 32, 128), array(3, 3, 16, 128)],
         [WHOLE, WHOLE],
         without(convolutions=Convolutions()),
+    ),
+    "a row whose place the step says": (
+        lambda x, row: x.at[jnp.array([3])].set(row),
+        [array(64, 128), array(128)],
+        [WHOLE, WHOLE],
+        lambda patch: patch.setattr(reader, "_is_known", lambda eqn, inputs: False),
     ),
     "a transform of few points": (
         lambda x: jnp.abs(jnp.fft.rfft(x)),
