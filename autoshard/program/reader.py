@@ -344,10 +344,10 @@ def _without_dead(
 
 
 def _is_known(eqn: JaxprEqn, inputs: list) -> bool:
-    """Whether XLA computes it as it compiles: of literals and small arrays, once these are no counters."""
+    """Whether XLA computes it as it compiles: of literals and small arrays that the step closes over."""
     facts = facts_of(eqn.primitive.name)
     is_folded = facts.is_pointwise or facts.relabels or facts.is_expensive or facts.is_loop
-    if eqn.effects or not is_folded or (eqn.primitive.name == "iota" and math.prod(eqn.outvars[0].aval.shape) > 1):
+    if eqn.effects or not is_folded or (eqn.primitive.name == "iota" and math.prod(eqn.params["shape"]) > 1):
         return False
     return all(not isinstance(x, Value) or x.is_known for x in inputs)
 
