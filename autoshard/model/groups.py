@@ -109,6 +109,11 @@ class Group:
         return facts_of(self.equations[0].primitive).is_boundary
 
     @property
+    def is_known(self) -> bool:
+        """Whether XLA computes all that it makes as it compiles."""
+        return bool(self.outputs) and all(one.value.is_known for one in self.outputs)
+
+    @property
     def is_idle(self) -> bool:
         """Whether it stands in a branch for another platform."""
         return self.equations[0].primitive == "idle"

@@ -34,6 +34,7 @@ the last reader. Values inside a group are never stored.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.model.groups import Group, Use
@@ -73,6 +74,11 @@ def use_span(group: Group, use: Use, last: int | None = None) -> Span:
         if equation.primitive == "scan_carry":  # what goes in becomes the loop's own buffer
             return (end - 1, end) if use.operand == 1 else (start, start)
     return group.point, (group.last_point if last is None else last) + 1
+
+
+def around(spans: Sequence[Span]) -> Span:
+    """From the first start to the last end."""
+    return min(start for start, _ in spans), max(end for _, end in spans)
 
 
 def made_at(group: Group, equation: Equation, output: int) -> int:

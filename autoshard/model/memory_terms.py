@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.layout import shards
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import FactorDims, Group, Use
-from autoshard.model.lifetimes import Lifetime, Span, repeats, use_span, written_at
+from autoshard.model.lifetimes import Lifetime, Span, around, repeats, use_span, written_at
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
     are_all_reduced,
@@ -32,7 +32,14 @@ from autoshard.model.pricing.memo import read_only
 from autoshard.model.pricing.prices import Prices
 from autoshard.model.resharding_memory import Reader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
-from autoshard.model.workspaces import ShardBytes, has_workspace, is_outside_chip, numbers_of, workspace_bytes
+from autoshard.model.workspaces import (
+    ShardBytes,
+    has_workspace,
+    is_outside_chip,
+    known_keys,
+    numbers_of,
+    workspace_bytes,
+)
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
@@ -85,7 +92,7 @@ class HeldArgument:
         XLA makes none while an all_reduce finishes the gradient.
         """
         memo, arrays = self.prices.memo, self.prices.arrays
-        start, end = _around(spans)
+        start, end = around(spans)
         layouts = memo.once(copies_of, self.options)
         for_all, for_narrow = (arrays.copy_sizes(self.value, layouts, readers) for readers in (None, self.narrow))
         own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
@@ -288,7 +295,7 @@ def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield from argument.copies([(0, 0), *spans], copied=True)
     elif prices.backend.tile and (minor := next(filter(None, (image_dims_of(use) for _, use in uses)), None)):
         images = [prices.arrays.image_bytes(argument.value, option.copy, minor) for option in argument.options]
-        yield HeldBytes(argument.node, _around(spans), np.array(images))
+        yield HeldBytes(argument.node, around(spans), np.array(images))
     elif uses:
         yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
 
@@ -301,18 +308,7 @@ def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         bare = [option.home == option.copy for option in argument.options]
         sizes = [arrays.elements(value, option.home) * BFLOAT16_BYTES for option in argument.options]
         loops = [loop for _, use in argument.uses if (loop := use.equation.loop)]
-        yield HeldBytes(argument.node, _around(loops), np.where(bare, sizes, 0))
-
-
-@of_arguments
-def complex_parts(argument: HeldArgument) -> Iterator[HeldBytes]:
-    """The real and the imaginary part of a complex number, each a number by itself, while it is used."""
-    number_bytes = argument.prices.backend.number_bytes
-    is_complex = getattr(argument.value.dtype, "kind", "") == "c"  # keys have none
-    if number_bytes and argument.uses and argument.value.shape == () and is_complex:
-        span = _around(list(itertools.starmap(use_span, argument.uses)))
-        usage = np.full(len(argument.options), 2 * number_bytes)
-        yield HeldBytes(argument.node, span, usage, may_be_on_chip=False)
+        yield HeldBytes(argument.node, around(loops), np.where(bare, sizes, 0))
 
 
 @of_outputs
@@ -390,18 +386,12 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             on_chip = output.may_be_on_chip and not is_outside
             yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
-        known = _known_keys(group)
-        drawn = (one for one in group.equations if one.inputs and id(one.inputs[0]) not in known)
+        known = known_keys(group)
+        drawn = (one for one in group.equations if not one.inputs or id(one.inputs[0]) not in known)
         numbers = sum(numbers_of(name, one, is_result=bool(output.returns)) for one in drawn)
         if numbers := numbers + scratch_numbers(group):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
-
-
-def _known_keys(group: Group) -> set[int]:
-    """The keys in a group that are made of a number in the program: XLA knows their words."""
-    seeded = (one for one in group.equations if one.primitive == "random_seed")
-    return {id(one.outputs[0]) for one in seeded if not any(isinstance(value, Value) for value in one.inputs)}
 
 
 def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:
@@ -489,8 +479,3 @@ def read_values(read: ReadValue) -> Iterator[HeldBytes]:
         span, usage = (start, end - read.is_overwritten), np.maximum(read.sizes, output.least_bytes)
         where = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
         yield HeldBytes(read.holder, span, usage, **where)
-
-
-def _around(spans: Sequence[Span]) -> Span:
-    """From the first start to the last end."""
-    return min(start for start, _ in spans), max(end for _, end in spans)

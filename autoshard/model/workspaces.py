@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import RandomAlgorithm
 
+from autoshard.model.groups import Group
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.operations import is_loop_over_rows
+from autoshard.primitives import primitives_where
 from autoshard.program import Equation, Value
 
 
@@ -247,6 +249,18 @@ def _sorted_on_gpu(shards: ShardBytes) -> float:
     return 0.0 if is_kept_by_kernel(shards.equation) else _sorted(shards)
 
 
+def _best_positions(shards: ShardBytes) -> float:
+    """Of a gradient of pooling: the best element of each window, and where it lies, one position per dim."""
+    source, rank = shards.operands[0], len(shards.equation.inputs[0].shape)
+    return source + rank * POSITION_BYTES * source / shards.equation.inputs[0].dtype.itemsize
+
+
+def _words_apart(shards: ShardBytes) -> float:
+    """The words of a generator's blocks, each an array of its own before they are joined."""
+    is_philox = shards.equation.params["algorithm"] != RandomAlgorithm.RNG_THREE_FRY
+    return shards.results[1] if is_philox else 0.0
+
+
 def _padded_pivots(shards: ShardBytes) -> float:
     """Of a batch of factorizations on TPU: the pivots of each matrix take whole rows of 128 numbers."""
     rows, columns = shards.equation.inputs[0].shape[-2:]
@@ -316,6 +330,8 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "qr": lambda shards: shards.results[0],
         "ragged_dot_general": lambda shards: _CUBLAS_WORKSPACE_BYTES,
         "regularized_incomplete_beta": lambda shards: 27 * shards.whole / shards.itemsize,
+        "rng_bit_generator": _words_apart,
+        "select_and_scatter_add": _best_positions,
         "sort": _sorted_positions,
         "svd": _singular_vectors_on_gpu,
         "top_k": _sorted_on_gpu,
@@ -329,11 +345,13 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
 }
 
 _POSITIONS = frozenset({"argmax", "argmin"})
+_CALLBACKS = primitives_where(lambda facts: facts.from_one_device)
 
 # Backend -> primitive -> scalars that its operations keep in memory, as counted in programs compiled by libtpu.
 _SCALARS: Mapping[str, Mapping[str, int]] = {
     "tpu": {
         **dict.fromkeys(_POSITIONS, 3),
+        **dict.fromkeys(_CALLBACKS, 4),  # what is sent and received
         "cholesky": 2,
         "eigh": 5,
         "coo_fromdense": 2,
@@ -366,6 +384,12 @@ def is_outside_chip(backend: str, primitive: str) -> bool:
     return backend == "tpu" and primitive == "lu"
 
 
+def known_keys(group: Group) -> set[int]:
+    """The keys in a group that are made of a number in the program: XLA knows their words."""
+    seeded = (one for one in group.equations if one.primitive == "random_seed")
+    return {id(one.outputs[0]) for one in seeded if not any(isinstance(value, Value) for value in one.inputs)}
+
+
 def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> int:
     """Numbers that an operation of XLA for TPU works with and puts into memory: flags, counters, the words of a key.
 
@@ -380,6 +404,8 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
         return 0 if is_result else _SCALARS_UNLESS_RESULTS[equation.primitive]
     if backend == "tpu" and is_loop_over_rows(equation):
         return _SCALARS_OF_LOOPS[equation.primitive[:7]]
+    if equation.primitive in _POSITIONS and equation.inputs[0].shape[equation.params["axes"][0]] == 1:
+        return 0  # the position of the only one
     if equation.primitive == "sort" and not equation.params["is_stable"]:
         return 0  # a stable sort counts the places of what it sorts
     if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:

@@ -64,6 +64,7 @@ class Value:
     trips: int = 1  # how often per step it is made: the product of the loops around it
     on_host: bool = False  # whether it lies in the host's memory
     guessed: int = 1  # of the trips: turns of loops whose number a compiled program does not tell
+    is_known: bool = False  # whether its elements follow from the step alone: XLA computes it as it compiles
 
     @cached_property
     def itemsize(self) -> int:

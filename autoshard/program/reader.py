@@ -84,7 +84,9 @@ class Reader:
             for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
         )
         own = arguments[: len(places.arguments)]
-        constants = tuple(self.value(var.aval, name="closed-over array") for var in closed.jaxpr.constvars)
+        constants = tuple(
+            self.value(var.aval, name="closed-over array", is_known=True) for var in closed.jaxpr.constvars
+        )
         env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
         results = tuple(self.body(closed.jaxpr, env, _Place((), 1, None)))
@@ -115,10 +117,11 @@ class Reader:
             apart=frozenset(self.apart),
         )
 
-    def value(self, aval, *, name: str = "", at: _Place | None = None) -> Value:
+    def value(self, aval, *, name: str = "", at: _Place | None = None, is_known: bool = False) -> Value:
         shape, dtype, is_on_host = kind_of(aval)
         at = at or _Place((), 1, None)
-        made = Value(len(self.values), shape, dtype, _bytes_of(aval), name, at.source, at.trips, is_on_host, at.guessed)
+        where = at.source, at.trips, is_on_host, at.guessed, is_known
+        made = Value(len(self.values), shape, dtype, _bytes_of(aval), name, *where)
         self.values.append(made)
         return made
 
@@ -163,7 +166,8 @@ class Reader:
         if not self.has_rule(eqn) and (implementation := implementation_of(eqn)) is not None:
             self.implementations[at.path] = implementation
             return self.call(implementation, inputs, at)
-        outputs = [self.value(var.aval, at=at) for var in eqn.outvars]
+        is_known = _is_known(eqn, inputs)
+        outputs = [self.value(var.aval, at=at, is_known=is_known) for var in eqn.outvars]
         made = self.emit(eqn.primitive.name, eqn.params, inputs, outputs, at)
         if eqn.effects and facts_of(eqn.primitive.name).from_one_device:
             self.effects.add(made.index)
@@ -337,6 +341,15 @@ def _without_dead(
         reads = (*equation.inputs, *steered.get(equation.index, ()))
         queue += [producer[x.id] for x in reads if isinstance(x, Value) and x.id in producer]
     return renumbered([equation for equation in equations if equation.index in needed], len(equations))
+
+
+def _is_known(eqn: JaxprEqn, inputs: list) -> bool:
+    """Whether XLA computes it as it compiles: of literals and small arrays that the step closes over."""
+    facts = facts_of(eqn.primitive.name)
+    is_folded = facts.is_pointwise or facts.relabels or facts.is_expensive or facts.is_loop
+    if eqn.effects or not is_folded or (eqn.primitive.name == "iota" and math.prod(eqn.params["shape"]) > 1):
+        return False
+    return all(not isinstance(x, Value) or x.is_known for x in inputs)
 
 
 def _computed(eqn: JaxprEqn, inputs: list) -> tuple | None:

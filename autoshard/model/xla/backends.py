@@ -109,7 +109,7 @@ H100 = Backend(
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
         takes_in=_LOOPS | _SCATTERS | {"gather", "sort"},
-        taken_in=_SLICES | {"gather", "pad"},
+        taken_in=_SLICES | {"concatenate", "gather", "pad"},
         stores_scattered=True,
         overwrites_operands=True,
         overwritten_by=_IN_PLACE - {"sort"},

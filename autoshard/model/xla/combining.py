@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autoshard.model.groups import Group
+from autoshard.primitives import facts_of
 
 
 @dataclass(frozen=True)
@@ -39,5 +40,10 @@ class Combining:
         """
         if not self.counts:
             return self
-        sums = (group for group in groups if group.feeds_only_results and (group.contracts or group.reduction))
+        sums = (group for group in groups if group.feeds_only_results and _may_be_summed(group))
         return replace(self, among=sum(group.trips == 1 for group in sums))
+
+
+def _may_be_summed(group: Group) -> bool:
+    """Whether devices may have partial sums of it, or one of them the whole."""
+    return group.contracts or bool(group.reduction) or facts_of(group.equations[0].primitive).from_one_device

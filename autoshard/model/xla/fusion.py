@@ -1,11 +1,12 @@
 """Fusion: which work XLA's compilers do again in each reader of a value instead of storing the value.
 
 Elementwise work goes into the loops that read it, on GPU also into reductions, gathers, scatters and sorts, on TPU into
-products. Slices are cut as they are read; on GPU rows are gathered so, too. On CPU what moves data is one loop with its
-only reader (xla/service/cpu: `CpuInstructionFusion`). Source: compiled programs.
+products. Slices are cut as they are read; on GPU rows are gathered and parts joined so, too. On CPU what moves data is
+one loop with its only reader (xla/service/cpu: `CpuInstructionFusion`). Source: compiled programs.
 `tests/end_to_end/test_what_xla_does.py` compiles models for CPU devices and compares heaps,
-`tests/mesh/test_targets.py` an associative scan for GPU, `tests/model/xla/test_messages.py` and `test_sorts.py` what
-scatters and sorts take in, and `python benchmarks/prediction.py` nine models for CPU, TPU and GPU.
+`tests/mesh/test_targets.py` an associative scan for GPU, `test_messages.py`, `test_sorts.py` and
+`test_concatenations.py` in `tests/model/xla` what scatters, sorts and elementwise work take in, and
+`python benchmarks/prediction.py` nine models for CPU, TPU and GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
 _SUMMED_PRODUCTS = frozenset({"mul", "square"})  # primitives whose results a sum of products adds up
 _CHEAP_FOR_REALS = frozenset({"cos", "rem", "sin", "tan"})
-_SAME_ELEMENTS = frozenset({"copy", "random_unwrap", "random_wrap", "squeeze", "stop_gradient"})
+_SAME_ELEMENTS = frozenset({"copy", "new_ref", "random_unwrap", "random_wrap", "squeeze", "stop_gradient"})
 # Arrays that readers read instead of one that is not stored: with more, XLA stores it. Source: compiled ResNets and
 # transformers.
 _MOST_OPERANDS = 3
+# Steps of an associative scan that GPUs do again: all of one of up to 16 elements. Source: scans compiled for H100.
+_MOST_SCAN_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def recomputation(
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
     pads = "pad" in backend.fusion.taken_in
     padded = {e.outputs[0].id for e in program.equations if e.primitive == "pad" and pads}
+    steps: dict[int, int] = {}  # value -> how many steps of work made it, each on parts of what the last one made
     moved: set[int] = set()  # made of what is moved as it is read
     repeated, sunk = [], []
     for group, is_stored in zip(groups, are_stored, strict=True):
@@ -100,10 +104,14 @@ def recomputation(
             _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices, rows)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
-        repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, padded)))
+        count = max((steps.get(use.value.id, 0) for use in group.uses), default=0)
+        far = padded if count > _MOST_SCAN_STEPS else ()
+        repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, far)))
         moves = group.equations[0].primitive in backend.fusion.taken_in
         if repeated[-1] and (moves or any(use.value.id in moved for use in group.uses)):
             moved.update(made.value.id for made in group.outputs)
+        if count or (not moves and any(use.value.id in moved for use in group.uses)):
+            steps.update((made.value.id, count + (not moves)) for made in group.outputs)
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
     return Recomputation(folded, repeated, sunk)
 
@@ -257,7 +265,7 @@ def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]
     """Whether several groups would each read too many arrays of its size to compute it again; notes which if not.
 
     So it is with the sums along residual connections, once they are long: each is made of all before it. What is padded
-    is too many: the sums of an associative scan are each made of such sums of half the length.
+    is too many in a long associative scan: its sums are each made of such sums of half the length.
 
     Args:
         users: the groups that read what it makes, or what this is widened to.

@@ -60,6 +60,8 @@ class Operations:
             return self.least_seconds * (group.writes_apart and stacks_arrays)
         if not group.outputs:  # the host alone gets something
             return inside
+        if group.is_known or not any(math.prod(made.value.shape) for made in group.outputs):
+            return 0.0
         if group.is_recomputed or group.ends_product or group.is_idle or group.runs_beside:
             return inside + self.least_seconds * group.runs_ahead
         if multiplies_vector(group):
@@ -68,7 +70,7 @@ class Operations:
             reads = any(use.value.from_outside for use in group.uses)
             return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
-        is_scalar_work = all(math.prod(value.shape) <= 1 for value in arrays)
+        is_scalar_work = not self.are_kernels and all(math.prod(value.shape) <= 1 for value in arrays)
         is_vector_work = any(equation.primitive in _NEVER_SCALAR_WORK for equation in group.equations)
         is_several = _moves_complex_numbers(group) and not self.are_kernels
         runs = 0 if is_scalar_work and not is_vector_work else 1 + is_several
@@ -122,9 +124,12 @@ def is_loop_over_rows(equation: Equation) -> bool:
 
 def _guarding_operations(equation: Equation) -> int:
     """Operations that keep a scatter's only update, written in place, from what is out of bounds; 0 of others."""
-    if not equation.primitive.startswith("scatter") or isinstance(equation.inputs[1], np.ndarray):
+    if not equation.primitive.startswith("scatter"):
         return 0
-    return _OPERATIONS_OF_GUARD if math.prod(equation.inputs[1].shape[:-1]) == 1 else 0
+    indices = equation.inputs[1]
+    if not isinstance(indices, Value) or indices.is_known:
+        return 0
+    return _OPERATIONS_OF_GUARD if math.prod(indices.shape[:-1]) == 1 else 0
 
 
 def _extra_operations(equation: Equation) -> int:

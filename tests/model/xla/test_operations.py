@@ -57,6 +57,23 @@ def test_what_a_group_waits_for(monkeypatch, most):
         assert least == 0 or len(found) > most
 
 
+@pytest.mark.parametrize(
+    "place, is_known", [(3, True), (jnp.array([3]), True), (np.array([1, -1]), True), (lambda x: x.argmax(), False)]
+)
+def test_places_that_the_step_says_are_known(place, is_known):
+    """Whether they are a number or a small array; and what is computed of these costs nothing."""
+
+    def step(x):
+        return x.at[place(x[0]) if callable(place) else place].set(1.0)
+
+    scatter = trace(step, (f32(64, 64),), {}).equations[-1]
+    assert scatter.inputs[1].is_known == is_known
+    inserting = V5E.operations.least_seconds * (1 if is_known else 1 + operations._OPERATIONS_OF_GUARD)
+    *before, last = groups_in(step, f32(64, 64))
+    assert V5E.operations.seconds(last) == inserting
+    assert not is_known or all(V5E.operations.seconds(group) == 0 for group in before)
+
+
 def test_readers_that_wait_run_apart_and_others_together():
     def step(x, mask):
         first = jnp.cumsum(x * mask, 0)

@@ -21,6 +21,7 @@ from autoshard.model.xla import backends, loop_memory, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.products import FourierProducts
+from autoshard.program import reader
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 MACHINE, AXES = "v5e:2x2", {"x": 4}
@@ -164,6 +165,12 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         [WHOLE, WHOLE],
         without(convolutions=Convolutions()),
     ),
+    "a row whose place the step says": (
+        lambda x, row: x.at[jnp.array([3])].set(row),
+        [array(64, 128), array(128)],
+        [WHOLE, WHOLE],
+        lambda patch: patch.setattr(reader, "_is_known", lambda eqn, inputs: False),
+    ),
     "a transform of few points": (
         lambda x: jnp.abs(jnp.fft.rfft(x)),
         [array(512, 16, 17)],
@@ -209,6 +216,7 @@ def test_triangles_of_wide_numbers(dtype):
 HELD = {  # function of what shapes, and rows of facts without which its peak is off
     "sorted elements that nothing reads": (lambda x: jnp.argsort(x, 1), [array(64, 256)], "sort"),
     "an element beside its position": (lambda x: jnp.argmax(x, 1), [array(64, 256)], "argmax"),
+    "what the host gives back": (lambda x: jax.pure_callback(np.tanh, x, x), [array(8, 16)], "pure_callback"),
     "words of a key": (lambda key: jax.random.bits(key, (1000,)), [KEY], "random_bits"),
 }
 
@@ -240,6 +248,7 @@ NOTHING_HELD = {  # function of what shapes
     "factors of a batch": (jax.lax.linalg.cholesky, [array(4, 8, 8)]),
     "eigenvalues of a batch": (jnp.linalg.eigh, [array(4, 8, 8)]),
     "the factor of a number": (jax.lax.linalg.cholesky, [array(1, 1)]),
+    "the position of the only one": (lambda x: jnp.argmax(x, 0), [array(1, 128)]),
 }
 
 

@@ -76,7 +76,12 @@ def numbers_of_value(value: Value, *, is_carried: bool) -> int:
 
 def scratch_numbers(group: Group) -> int:
     """The numbers that reductions to numbers take beside these while they run."""
-    return sum(one.primitive in _SUMMED_IN_MEMORY and _is_number(one.outputs[0]) for one in group.equations)
+    return sum(sums_in_memory(one) and _is_number(one.outputs[0]) for one in group.equations)
+
+
+def sums_in_memory(equation: Equation) -> bool:
+    """Whether it is a reduction that takes as much again as it makes while it runs, if it makes a number."""
+    return equation.primitive in _SUMMED_IN_MEMORY
 
 
 def _made_of_memory(equations: Iterable[Equation], registers: set[int]) -> set[int]:
