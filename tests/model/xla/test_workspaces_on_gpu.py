@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
+from oracles import adjusted
 
 from autoshard import plan
 from autoshard.model import workspaces
-from autoshard.model.xla import operations
+from autoshard.model.xla import backends, operations
 
 MESH, TARGET = AbstractMesh((8,), ("data",)), "h100:8"
 ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
@@ -136,3 +137,31 @@ def test_channels_that_lie_as_they_are_read_are_not_copied():
         found = plan(function, *arguments, mesh=MESH, topology=TARGET, fixed=IMAGE_SPECS).predicted.peak_bytes
         images, kernel = (one.size * 4 for one in arguments)
         assert found == pytest.approx(2 * images / 8 + kernel, rel=0.01)
+
+
+KEYS = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 65536))
+
+
+def split_each(keys):
+    return jax.random.key_data(jax.vmap(jax.random.split)(keys))
+
+
+def drawn_by_each(keys):
+    def sum_of_two(key):
+        one, other = jax.random.split(key)
+        return jax.random.uniform(one) + jax.random.uniform(other)
+
+    return jax.vmap(sum_of_two)(keys)
+
+
+def peak_of_keys(function):
+    return plan(function, KEYS, mesh=MESH, topology=TARGET, fixed={"keys": ROWS}).predicted.peak_bytes
+
+
+def test_keys_that_are_made_of_keys(monkeypatch):
+    """As results they lie where the step's are; those that the step reads are stored."""
+    assert peak_of_keys(split_each) <= 65536 * (8 + 16) / 8
+    assert peak_of_keys(drawn_by_each) > 65536 * (8 + 16 + 4) / 8
+    computed_again = adjusted(backends.H100, "fusion", stores_keys=False)
+    monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "h100": computed_again})
+    assert peak_of_keys(drawn_by_each) < 65536 * (8 + 5) / 8
