@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -163,7 +163,7 @@ class _Formulator:
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
         self.returns, self.taking = returned(program), taking_places(program)
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
-        self.unread = {value.id for value in program.values if not program.reads[value.id]} - self.result_ids
+        self.reads = program.reads + Counter(self.result_ids)
         self.apart = made_apart(program, groups, backend.fusion)
         # after all equations results are moved to their places
         self.looped, self.end = looped(program), len(program.equations) + 1
@@ -312,7 +312,7 @@ class _Formulator:
             returns=self.returns[value.id],
             in_place=value.id in in_place,
             points=self.start,
-            unread=self.unread,
+            reads=self.reads,
             end=self.end,
             prices=self.prices,
         )

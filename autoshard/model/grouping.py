@@ -186,8 +186,9 @@ def _is_made_elsewhere(
 
 def _is_copied(group: Group, needed_outside: Set[int]) -> bool:
     """Whether a group that computes nothing has to write a result: a view of an argument, or what repeats an array."""
-    if not group.only_moves or not any(made.value.id in needed_outside for made in group.outputs):
-        return False
+    is_result = any(made.value.id in needed_outside for made in group.outputs)
+    if group.is_known or not group.only_moves or not is_result:
+        return group.is_known and is_result
     return group.broadcasts or all(use.value.from_outside for use in group.uses)
 
 

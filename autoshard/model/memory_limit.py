@@ -95,7 +95,7 @@ def solve_within(
     is_small = formulation.is_limit_small
     is_loose = is_small or formulation.is_room_large
     rounds = budget.part(ROUNDS_SHARE) if search is not None or formulation.is_room_large else budget
-    best, floor = None, 0.0 if is_loose else math.inf
+    best = None
 
     def within(choice: Sequence[int]) -> bool:
         return fits(formulation.accepted_peak(choice[: len(exact.costs)]), limit)
@@ -104,19 +104,20 @@ def solve_within(
     leanest = _without(exact, formulation.heap.on_chip if is_small else ())
     lying: list[Live] = []  # temporaries that are taken to lie in results
     if is_loose:
-        relaxed = _relaxed(formulation, leanest, reshardings, rounds.part(RELAXED_SHARE), within, how)
+        part = rounds if is_small else rounds.part(RELAXED_SHARE)
+        relaxed = _relaxed(formulation, leanest, reshardings, part, within, how)
         if isinstance(relaxed, InfeasibleError):
             if not fits(least := _least_peak(formulation, room.relaxed(leanest, ()), relaxed.least, budget), limit):
                 raise _refusal(formulation, leanest, least, budget)
         elif relaxed is not None:
-            floor = relaxed.bound
+            bound = relaxed.bound
             if within(relaxed.choice):
                 return relaxed
             if is_small and not budget.interrupted and room.guests:
                 with contextlib.suppress(SolverError):
                     solution = _solved(formulation, leanest, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
                     if within(solution.choice):
-                        return with_bound(solution, floor)
+                        return with_bound(solution, bound)
             if not is_small:
                 lying = room.lying(relaxed.choice)
         if budget.interrupted:
@@ -142,8 +143,8 @@ def solve_within(
             if fits(least := _least_peak(formulation, exact, error.least - spared, budget), limit):
                 break
             raise _refusal(formulation, leanest, least, budget) from None
-        if not i:
-            bound = min(solution.bound, floor)  # with more counted, it may be that of more than is held
+        if not (i or is_loose):  # with more counted, it may be that of more than is held
+            bound = solution.bound
         if within(solution.choice):
             best = with_bound(solution, bound)
             if not is_loose and reshardings and best.gap > CLOSE_GAP:
@@ -181,7 +182,7 @@ def solve_within(
             raise
     if best is None:
         raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
-    return with_bound(best, max(free, floor if is_loose else 0.0, bound if bound <= best.cost else 0.0))
+    return with_bound(best, bound if bound <= best.cost else free)
 
 
 def _relaxed(

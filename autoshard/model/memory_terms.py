@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -120,7 +120,7 @@ class HeldOutput:
     returns: int  # how many results it is that have buffers of their own, in the layout it is left in, all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
     points: Mapping[int, int]  # value id -> the point that makes it
-    unread: Container[int]  # ids of values that nothing reads
+    reads: Mapping[int, int]  # value id -> how often it is read, as a result of the program, too
     end: int  # the program point past all equations
     prices: Prices
 
@@ -399,14 +399,15 @@ def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> 
     group = output.group
 
     def local(value: Value | np.ndarray, dims: FactorDims) -> float:
-        if isinstance(value, Value) and value.id in output.unread:
+        if isinstance(value, Value) and not output.reads.get(value.id):
             return 0.0
         pieces = [shards(strategy.axes[f], output.prices.mesh) for dim in dims for f in dim if f in strategy.axes]
         return (value.bytes if isinstance(value, Value) else value.nbytes) / math.prod(pieces)
 
     operands = map(local, equation.inputs, group.operands[equation.index])
     results = map(local, equation.outputs, group.results[equation.index])
-    return ShardBytes(equation, tuple(operands), tuple(results))
+    kept = tuple(isinstance(x, Value) and (x.from_outside or output.reads[x.id] > 1) for x in equation.inputs)
+    return ShardBytes(equation, tuple(operands), tuple(results), kept, is_result=bool(output.returns))
 
 
 @of_outputs

@@ -18,6 +18,8 @@ import numpy as np
 from jax.lax import RandomAlgorithm
 
 from autoshard.model.groups import Group
+from autoshard.model.xla.gpu.image_copies import copied_bytes
+from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.operations import is_loop_over_rows
 from autoshard.primitives import primitives_where
@@ -31,6 +33,8 @@ class ShardBytes:
     equation: Equation
     operands: tuple[float, ...]
     results: tuple[float, ...]  # 0 of a result that nothing reads
+    kept: tuple[bool, ...] = ()  # of operands: whether nothing may be written over them, for arguments or others' reads
+    is_result: bool = False  # whether the program returns what it makes
 
     @property
     def whole(self) -> float:
@@ -129,13 +133,19 @@ def _singular_vectors(shards: ShardBytes) -> float:
 
 
 def _singular_vectors_on_gpu(shards: ShardBytes) -> float:
-    """Of small matrices cuSOLVER makes all vectors, and of those up to 1,024 rows where only values are wanted."""
+    """Of matrices of up to 1,024 rows cuSOLVER makes all vectors, whatever is wanted.
+
+    It works in place: on a copy of an argument, for which there is room where results will be.
+    """
     rows, columns = shards.equation.inputs[0].shape[-2:]
-    most, matrices = max(rows, columns), shards.operands[0] / (rows * columns)  # bytes of one element of each
-    if shards.equation.params["compute_uv"]:
-        return copied(shards) + (max(shards.whole, matrices * most**2) if most <= 32 else shards.whole)
-    vectors = matrices * (rows**2 + columns**2) if most <= 1024 else 0.0
-    return copied(shards) + shards.operands[0] + vectors
+    matrices = shards.operands[0] / (rows * columns)  # bytes of one element of each
+    makes_all = max(rows, columns) <= 1024
+    if not shards.equation.params["compute_uv"]:
+        return shards.operands[0] + matrices * (rows**2 + columns**2) * makes_all
+    in_place = 0.0 if shards.kept[0] else shards.operands[0]
+    has_room = rows > columns or (rows == columns and 0.0 in shards.results)  # a result's, or what nothing reads
+    vectors = matrices * (rows**2 + columns**2 * (not has_room)) if makes_all else shards.whole
+    return max(0.0, vectors - in_place)
 
 
 def _factored_in_place(shards: ShardBytes) -> float:
@@ -219,15 +229,23 @@ def _of_cublas(shards: ShardBytes) -> float:
 
 
 def _solved_in_place(shards: ShardBytes) -> float:
-    """cuBLAS solves on copies of the matrices, and is given a pointer to each of them, and to each right side."""
+    """cuBLAS solves on copies of what is kept, and is given a pointer to each matrix and to each right side."""
     rows, columns = shards.equation.inputs[0].shape[-2:]
     matrices = shards.operands[0] / (rows * columns * shards.itemsize)
-    return shards.operands[0] + 16 * matrices
+    matrices_kept, sides_kept = (size * kept for size, kept in zip(shards.operands, shards.kept, strict=True))
+    return matrices_kept + sides_kept + 16 * matrices
 
 
-def _overwritten_spectrum(shards: ShardBytes) -> float:
-    """Of an inverse transform to real numbers: cuFFT writes over what it transforms, a copy."""
-    return shards.operands[0] if "IRFFT" in str(shards.equation.params["fft_type"]) else 0.0
+def _images_in_order(shards: ShardBytes) -> float:
+    images, *_ = shards.operands
+    return copied_bytes(shards.equation, images, shards.whole, is_result=shards.is_result)
+
+
+def _spectra(shards: ShardBytes) -> float:
+    """Of an inverse transform of several dims to real numbers: complex ones along all but the last, put in order."""
+    if not is_inverse_of_several_dims(shards.equation):
+        return 0.0
+    return shards.operands[0] * (1 + shards.kept[0])
 
 
 def _sorted(shards: ShardBytes) -> float:
@@ -323,8 +341,10 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "gpu": {
         "approx_top_k": _sorted_on_gpu,
         "cholesky": _factored_in_place,
+        "conv_general_dilated": _images_in_order,
+        "eigh": lambda shards: shards.operands[0] * shards.kept[0],
         "dot_general": _of_cublas,
-        "fft": _overwritten_spectrum,
+        "fft": _spectra,
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled(13.5)),
         "lu": copied,
         "qr": lambda shards: shards.results[0],
@@ -336,6 +356,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "svd": _singular_vectors_on_gpu,
         "top_k": _sorted_on_gpu,
         "triangular_solve": _solved_in_place,
+        "tridiagonal_solve": all_results,
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "lu": _padded_pivots,

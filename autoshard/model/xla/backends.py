@@ -82,7 +82,7 @@ _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
-_IN_PLACE = primitives_where(lambda facts: facts.overwrites)
+_IN_PLACE = primitives_where(lambda facts: facts.overwrites) | {"random_unwrap", "random_wrap"}
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
 
 CPU = Backend(
@@ -114,6 +114,7 @@ H100 = Backend(
         overwrites_operands=True,
         overwritten_by=_IN_PLACE - {"sort"},
         reshapes_in_place=True,
+        stores_keys=True,
         normalises=True,
     ),
     operations=Operations(least_seconds=KERNEL_SECONDS, are_kernels=True),

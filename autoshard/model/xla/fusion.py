@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _SUMMED_PRODUCTS = frozenset({"mul", "square"})  # primitives whose results a sum of products adds up
 _CHEAP_FOR_REALS = frozenset({"cos", "rem", "sin", "tan"})
+_MAKES_KEYS = frozenset({"random_fold_in", "random_split"})
 _SAME_ELEMENTS = frozenset({"copy", "new_ref", "random_unwrap", "random_wrap", "squeeze", "stop_gradient"})
 # Arrays that readers read instead of one that is not stored: with more, XLA stores it. Source: compiled ResNets and
 # transformers.
@@ -51,6 +52,7 @@ class Fusion:
     overwrites_operands: bool = False  # elementwise work goes into the buffer of an operand that nobody else reads
     overwritten_by: frozenset[str] = frozenset()  # other primitives that go into such a buffer
     reshapes_in_place: bool = False  # arrays are dense: other dims for the same elements are no copy
+    stores_keys: bool = False  # keys that are made of many others are stored, whoever reads them
     normalises: bool = False  # softmaxes and norms of rows are one operation, whose result is stored
 
 
@@ -230,6 +232,8 @@ def _is_repeated(
     if not users or not (group.fuses or first == "scan_slice" or first in backend.fusion.taken_in):
         return False
     if backend.fusion.takes_in:
+        if backend.fusion.stores_keys and any(map(_makes_keys_of_many, group.equations)):
+            return False
         if group.index not in rows.inside and _is_normalised(group, users):
             return False
         if backend.rounding.operands and any(reads_rounded(user.equations[0], group) for user in users):
@@ -292,6 +296,11 @@ def _is_dear(equation: Equation) -> bool:
     if equation.primitive in _CHEAP_FOR_REALS:
         return getattr(equation.outputs[0].dtype, "kind", "") == "c"
     return facts_of(equation.primitive).is_expensive
+
+
+def _makes_keys_of_many(equation: Equation) -> bool:
+    """Whether it makes new keys of an array of keys."""
+    return equation.primitive in _MAKES_KEYS and math.prod(equation.inputs[0].shape) > 1
 
 
 def _is_normalised(group: Group, users: Sequence[Group]) -> bool:

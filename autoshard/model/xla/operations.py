@@ -33,6 +33,7 @@ import numpy as np
 
 from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
+from autoshard.model.xla.gpu.library_kernels import kernels_beside
 from autoshard.model.xla.products import multiplies_vector, product_sizes
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Program, Value
@@ -52,7 +53,9 @@ class Operations:
     def seconds(self, group: Group) -> float:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
         extra = sum(map(_guarding_operations, group.equations))
-        if not self.are_kernels:
+        if self.are_kernels:
+            extra = sum(map(kernels_beside, group.equations))
+        else:
             extra += sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
         inside = self.least_seconds * extra
         if group.is_stack:
@@ -61,7 +64,7 @@ class Operations:
         if not group.outputs:  # the host alone gets something
             return inside
         if group.is_known or not any(math.prod(made.value.shape) for made in group.outputs):
-            return 0.0
+            return self.least_seconds * group.is_copy
         if group.is_recomputed or group.ends_product or group.is_idle or group.runs_beside:
             return inside + self.least_seconds * group.runs_ahead
         if multiplies_vector(group):
