@@ -24,7 +24,7 @@ def form_of(closed: ClosedJaxpr) -> Form:
     number: dict[Any, int] = {var: n for n, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
     def read(atom: Any) -> Any:
-        return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else number[atom]
+        return _literal(atom) if isinstance(atom, Literal) else number[atom]
 
     equations = []
     for eqn in jaxpr.eqns:
@@ -84,7 +84,7 @@ class VariableNumbers:
     def __call__(self, atom: Any) -> Any:
         """A variable's number, or what a literal says."""
         if isinstance(atom, Literal):
-            return repr(atom.val), np.asarray(atom.val).dtype, atom.aval
+            return _literal(atom)
         return self._numbers.setdefault(atom, len(self._numbers))
 
     def equation(self, eqn: JaxprEqn) -> Form:
@@ -92,6 +92,12 @@ class VariableNumbers:
         params = tuple((name, _same(value)) for name, value in eqn.params.items())
         made = tuple((self(var), aval_of(var)) for var in eqn.outvars)
         return eqn.primitive, tuple(map(self, eqn.invars)), made, params, id(eqn.ctx), *_line(eqn)
+
+
+def _literal(atom: Literal) -> Form:
+    """Of a number: its type, and its very bits."""
+    array = np.asarray(atom.val)
+    return atom.aval, array.dtype, repr(atom.val) if array.dtype == object else array.tobytes()
 
 
 def _line(eqn: JaxprEqn) -> Form:

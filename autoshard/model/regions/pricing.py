@@ -113,11 +113,15 @@ class Regions:
         """
         self.mesh, self.topology, self.backend = dict(mesh), topology, backend
         self.formulate = functools.partial(formulate, topology=topology, backend=backend)
-        self.machine = repr((topology, backend))
         self.forward = dict(_forward_calls(program))
         self._known: dict[tuple, Region] = {}  # of what the user wrote as regions
         self._kept: list[Any] = []  # what is known by its id
         self.strategies: dict[int, list[Strategy]] = {}  # of calls, by their equations: all that the mesh allows
+
+    @functools.cached_property
+    def machine(self) -> str:
+        """What prices depend on beside a call and how it is split."""
+        return repr((self.topology, self.backend))
 
     def key(self, equation: Equation) -> tuple:
         """Equal for equations that run the same on shards; empty for what is no region."""

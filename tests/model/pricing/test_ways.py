@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from programs import f32, model_program, traced
 
@@ -20,7 +21,8 @@ MESH = {"x": 4, "y": 2}
 def odd(x, y, z):
     """Equal factors of other sizes, of dims without elements, and under constraints."""
     halves = x[:, :3] * 2, y * 2, jnp.tanh(y), z * 2, y.T * 2
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(tuple(MESH.values()), tuple(MESH))):
+    mesh = AbstractMesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Auto,) * len(MESH))
+    with jax.sharding.use_abstract_mesh(mesh):
         bound = [jax.lax.with_sharding_constraint(jnp.exp(y), P(axis)) for axis in MESH]
     return halves, [jnp.cos(one).sum(0) for one in bound], jnp.sin(x).max(1)
 
