@@ -2,8 +2,8 @@
 
 XLA writes no estimate of its own into programs for GPU. Memory is what an operation reads and writes. A fusion may only
 take slices of an array, or only put a slice into one; then the slices count, whatever the fusion casts or transposes
-first. FLOPs are those of matrix products and convolutions. FLOPs of other operations do not show next to the memory
-that these move.
+first. FLOPs are those of matrix products and convolutions. Calls of libraries for factorizations take what they take in
+plans. FLOPs of other operations do not show next to the memory that these move.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from autoshard.compiled.collectives import KINDS
 from autoshard.compiled.module import Instruction, Module, attribute, dims_of, dtype_of, operands, said, shape_bytes
 from autoshard.mesh.topology import Topology
+from autoshard.model.xla.gpu.factorizations import CALLS, LIBRARIES
 from autoshard.model.xla.operations import KERNEL_SECONDS
 
 # Opcodes that compute nothing, or whose work is counted in another computation.
@@ -91,6 +92,10 @@ class Roofline:
         target = (attribute(instruction.rest, "custom_call_target") or "").strip('"')
         if instruction.opcode == "dot" or "matmul" in target or "gemm" in target:
             flops = self._product(computation, instruction)
+        elif (primitive := CALLS.get(target)) is not None:
+            shapes = [tuple(dims_of(shape)) for shape in self._given(computation, instruction)]
+            yield float(LIBRARIES[primitive].seconds(primitive, shapes))
+            return
         elif instruction.opcode == "convolution" or target.startswith("__cudnn$conv"):
             flops = self._convolution(computation, instruction, target)
         else:

@@ -10,7 +10,7 @@ of `n` complex numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,17 +72,27 @@ def flops(equation: Equation) -> float:
             half = 1 if all(_is_complex(v.dtype) for v in (*equation.inputs, *equation.outputs)) else 0.5
             points = math.prod(params["fft_lengths"])
             return 5.0 * half * max(result, math.prod(shapes[0])) * math.log2(max(2, points))
-        case Work.FACTORIZATION:
-            *batch, m, n = shapes[0]
-            return float(math.prod(batch) * _FACTORIZATIONS[equation.primitive](max(m, n), min(m, n)))
-        case Work.TRIANGULAR_SOLVE:
-            return float(math.prod(shapes[1]) * shapes[0][-1])
-        case Work.TRIDIAGONAL_SOLVE:
-            return 8.0 * result
+        case Work.FACTORIZATION | Work.TRIANGULAR_SOLVE | Work.TRIDIAGONAL_SOLVE:
+            return matrix_flops(equation.primitive, shapes)
         case Work.RANDOM:
             return float(_RANDOM_FLOPS * sum(results))
         case Work.PER_RESULT | Work.UNKNOWN:
             return float(result)
+
+
+def matrix_flops(primitive: str, shapes: Sequence[tuple[int, ...]]) -> float:
+    """FLOPs of a factorization, or of a triangular or tridiagonal solve, by the shapes of its operands.
+
+    >>> matrix_flops("cholesky", [(2, 3, 3)])
+    18.0
+    """
+    match facts_of(primitive).work:
+        case Work.TRIANGULAR_SOLVE:
+            return float(math.prod(shapes[1]) * shapes[0][-1])
+        case Work.TRIDIAGONAL_SOLVE:
+            return 8.0 * math.prod(shapes[-1])
+    *batch, m, n = shapes[0]
+    return float(math.prod(batch) * _FACTORIZATIONS[primitive](max(m, n), min(m, n)))
 
 
 def compute_seconds(flops: Any, bytes_moved: Any, dtype: Any, topology: Topology) -> Any:

@@ -68,6 +68,11 @@ class GroupWork:
         )
         if sorting := backend.sorts.seconds(group):
             in_units = np.maximum(in_units, sorting / split[frozenset(group.factors_of(group.equations[0]))])
+        for equation in group.equations:
+            if (library := backend.libraries.get(equation.primitive)) is not None:
+                shapes = [operand.shape for operand in equation.inputs]
+                taken = library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))])
+                in_units = np.maximum(in_units, taken)
         roofline = compute_seconds(work, through, compute_dtype(group.equations), self.topology)
         found: list[float] = np.broadcast_to(least + np.maximum(roofline, in_units), work.shape).tolist()
         return found

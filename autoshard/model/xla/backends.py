@@ -19,6 +19,7 @@ from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.fusion import Fusion
 from autoshard.model.xla.gathers import Gathers
+from autoshard.model.xla.gpu.factorizations import LIBRARIES, Library
 from autoshard.model.xla.gpu.sorts import Sorts
 from autoshard.model.xla.loop_memory import LoopMemory
 from autoshard.model.xla.operations import KERNEL_SECONDS, Operations
@@ -59,6 +60,7 @@ class Backend:
     recopies: Recopies = field(default_factory=Recopies)
     rounding: Rounding = field(default_factory=Rounding)
     scatters: Scatters = field(default_factory=Scatters)
+    libraries: Mapping[str, Library] = field(default_factory=dict)  # primitive -> what it becomes
     sorts: Sorts = field(default_factory=Sorts)
     operations: Operations = field(default_factory=Operations)
     sums: Sums = field(default_factory=Sums)
@@ -117,6 +119,7 @@ H100 = Backend(
         stores_keys=True,
         normalises=True,
     ),
+    libraries=LIBRARIES,
     operations=Operations(least_seconds=KERNEL_SECONDS, are_kernels=True),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
     recopies=Recopies(pieces=1),
