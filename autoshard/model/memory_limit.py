@@ -93,8 +93,8 @@ def solve_within(
     reshardings: dict[Resharding, None] = {}
     room = formulation.heap.room_in_results
     is_small = formulation.is_limit_small
-    is_loose = is_small or formulation.is_room_large
-    rounds = budget.part(ROUNDS_SHARE) if search is not None or formulation.is_room_large else budget
+    is_loose = is_small or formulation.is_room_large  # whether temporaries may lie elsewhere
+    rounds = budget.part(ROUNDS_SHARE) if search is not None or (is_loose and not is_small) else budget
     best = None
 
     def within(choice: Sequence[int]) -> bool:

@@ -29,7 +29,7 @@ CUTS_AT_ONCE = 4  # that are found for one choice, at most
 
 
 class RoomCut(NamedTuple):
-    """A row for one program point. Of temporaries there, what has these sizes lies in results that have room for it."""
+    """What one row says of one program point: which temporaries there lie in results only as far as these have room."""
 
     point: int
     least: float  # bytes of a temporary, gaps included
@@ -60,12 +60,10 @@ class RoomInResults:
         """`id` of a temporary that may lie in a result -> what it holds under the options with which it does not."""
         order = sorted((written_at, HEAP_OVERHEAD * float(live.usage.max())) for live, written_at in self.results)
         points, sizes = np.array([point for point, _ in order]), np.array([size for _, size in order])
-        rooms = np.append(
-            np.maximum.accumulate(sizes[::-1])[::-1], 0.0
-        )  # of results written then or later, the largest
+        largest = np.append(np.maximum.accumulate(sizes[::-1])[::-1], 0.0)  # of those written then or later
         found = {}
         for live in self.temporaries:
-            kept = np.where(live.usage <= rooms[np.searchsorted(points, live.end)], 0.0, live.usage)
+            kept = np.where(live.usage <= largest[np.searchsorted(points, live.end)], 0.0, live.usage)
             if live.start < live.end and (kept < live.usage).any():
                 found[id(live)] = kept
         return found
@@ -73,7 +71,7 @@ class RoomInResults:
     def lying(self, choice: Sequence[int]) -> list[Live]:
         """The temporaries that lie in buffers of results, under one option per node."""
         results = [(live.usage[choice[live.node]], written_at, live.end) for live, written_at in self.results]
-        results = sorted(result for result in results if result[0])
+        results = sorted((one for one in results if one[0]), key=lambda one: one[0])
         if not results:
             return []
         sizes = np.array([size for size, *_ in results])
