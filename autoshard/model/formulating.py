@@ -227,19 +227,23 @@ class _Formulator:
             what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
             # a size in memory, if it arrives anew every step
             stored = None if index in staying else self.prices.widths.stored(value)
+            returns = self.returns[value.id]
 
             def seconds(
                 kepts: tuple[ArgumentOption, ...],
                 value: Value = value,
                 stored: int | None = stored,
                 narrow: tuple[Group, ...] = narrow,
+                returns: int = returns,
             ) -> np.ndarray:
                 hops = [(value, kept.home, kept.copy, narrow if kept.narrow else None) for kept in kepts]
                 costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
                 costs += [self.prices.rounding(value, kept.home) for kept in kepts]
+                if returns:
+                    costs += [returns * self.prices.copying(value, kept.home) for kept in kepts]
                 return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
 
-            self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored)))
+            self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored, returns)))
         copied = copied_when_donated(self.program, self.groups)
         for_others = copied_for_others(self.program, copies_circles=self.backend.copies_circles)
         written = {made.value.id: written_at(group, made.value) for group in self.groups for made in group.outputs}

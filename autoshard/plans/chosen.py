@@ -13,7 +13,7 @@ from autoshard.layout import Layout, axes_of, local_shape, spec_text
 from autoshard.mesh.collectives import Collective
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import FactorDims, Group
-from autoshard.model.heap.result_places import aliased
+from autoshard.model.heap.result_places import aliased, returned
 from autoshard.model.regions.shared_work import forward_groups
 from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
@@ -168,8 +168,8 @@ class ChosenOptions:
 
     def prediction(self) -> Prediction:
         arrival = self.arrival()
-        compute, communication, hidden = arrival + self.rounding() + self.resharded_memory(), 0.0, 0.0
-        further_turns = 0.0
+        compute = arrival + self.rounding() + self.returning() + self.resharded_memory()
+        communication = hidden = further_turns = 0.0
         found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
 
         def note(kind: str, axes: tuple[str, ...], size: int, runs: int, turns: int, source, why: str) -> None:
@@ -258,6 +258,11 @@ class ChosenOptions:
     def rounding(self) -> float:
         """Seconds to round arguments before loops."""
         return sum(self.prices.rounding(value, self.homes[value.id]) for value in self.program.arguments)
+
+    def returning(self) -> float:
+        """Seconds to copy the arguments that are results, but for those in the places of arguments."""
+        returns, arguments = returned(self.program), self.program.arguments
+        return sum(returns[value.id] * self.prices.copying(value, self.homes[value.id]) for value in arguments)
 
     def resharded_memory(self) -> float:
         """Seconds in which memory is written and read because values are resharded."""

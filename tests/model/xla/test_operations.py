@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
+from jax.sharding import AbstractMesh
 from programs import f32
 
-from autoshard import register_rule, topology
+from autoshard import plan, register_rule, topology
 from autoshard.model.formulating import formulate
 from autoshard.model.grouping import groups_of
 from autoshard.model.xla import operations
 from autoshard.model.xla.backends import V5E
+from autoshard.model.xla.operations import KERNEL_SECONDS
 from autoshard.program import trace
 from autoshard.propagation import rules_for
 
@@ -110,3 +112,17 @@ def test_triangles_of_few_bits_alone_are_inverted_row_by_row(dtype, loops):
         lambda a, b: jax.lax.linalg.triangular_solve(a, b, left_side=True), (matrix, vectors), {}
     ).equations
     assert (operations._extra_operations(equation) > 32) == loops
+
+
+@pytest.mark.parametrize("chip, kernels", [("h100", 2), ("v5e", 0)])
+def test_arguments_that_are_returned_are_copied_by_kernels_on_gpu(chip, kernels):
+    """The state of an evaluation step, as it was: with what is computed beside it, since the objective counts both."""
+    state = {name: f32(64, 64) for name in "ab"}
+
+    def planned(step):
+        return plan(step, state, f32(64, 64), mesh=AbstractMesh((1,), ("x",)), topology=f"{chip}:1", donate_argnums=())
+
+    alone, both = planned(lambda state, x: jnp.sin(x)), planned(lambda state, x: (state, jnp.sin(x)))
+    more = both.predicted.step_seconds - alone.predicted.step_seconds
+    assert more == pytest.approx(kernels * KERNEL_SECONDS, abs=1e-7)
+    assert both.cost == pytest.approx(both.predicted.step_seconds)
