@@ -2,7 +2,7 @@
 
 XLA writes no estimate of its own into programs for GPU. Memory is what an operation reads and writes. A fusion may only
 take slices of an array, or only put a slice into one; then the slices count, whatever the fusion casts or transposes
-first. FLOPs are those of matrix products and convolutions. Calls of libraries for factorizations take what they take in
+first. FLOPs are those of matrix products and convolutions. Sorts, and libraries' factorizations, take what they take in
 plans. FLOPs of other operations do not show next to the memory that these move.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from autoshard.compiled.collectives import KINDS
 from autoshard.compiled.module import Instruction, Module, attribute, dims_of, dtype_of, operands, said, shape_bytes
 from autoshard.mesh.topology import Topology
+from autoshard.model.xla.backends import H100
 from autoshard.model.xla.gpu.factorizations import CALLS, LIBRARIES
 from autoshard.model.xla.operations import KERNEL_SECONDS
 
@@ -86,8 +87,11 @@ class Roofline:
         if instruction.opcode == "fusion":
             body = said(instruction.rest, "calls")
             for one in self.module.computations[body]:
-                if one.opcode in ("dot", "convolution"):
+                if one.opcode in ("dot", "convolution", "sort"):
                     yield from self._computed(body, one)
+            return
+        if instruction.opcode == "sort":
+            yield self._sort(computation, instruction)
             return
         target = (attribute(instruction.rest, "custom_call_target") or "").strip('"')
         if instruction.opcode == "dot" or "matmul" in target or "gemm" in target:
@@ -101,6 +105,13 @@ class Roofline:
         else:
             return
         yield flops / self.topology.flops_for(dtype_of(self._given(computation, instruction)[0]))
+
+    def _sort(self, computation: str, instruction: Instruction) -> float:
+        """Seconds of a sort, whose operands are all that moves: a stable one has positions among them."""
+        given = self._given(computation, instruction)
+        dims, along = dims_of(given[0]), re.search(r"dimensions=\{(\d+)\}", instruction.rest)
+        assert along is not None, "every sort has one"
+        return H100.sorts.of_rows(math.prod(dims), dims[int(along[1])], sum(map(shape_bytes, given)) / math.prod(dims))
 
     def _product(self, computation: str, instruction: Instruction) -> float:
         left = dims_of(self._given(computation, instruction)[0])

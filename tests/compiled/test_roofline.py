@@ -5,6 +5,8 @@ import pytest
 from autoshard import topology
 from autoshard.compiled.module import Module
 from autoshard.compiled.roofline import Roofline
+from autoshard.model.xla.backends import H100
+from autoshard.model.xla.gpu.factorizations import LIBRARIES
 from autoshard.model.xla.operations import KERNEL_SECONDS
 
 MACHINE = topology("h100:2x8", {"x": 16})
@@ -36,6 +38,10 @@ BODIES = {
         "%a = f32[64,16]{0,1} parameter(0)", "%b = f32[1,64]{1,0} parameter(1)", "%i = s32[] parameter(2)",
         "%s = f32[16,64]{1,0} bitcast(%a)", "ROOT %r = f32[16,64]{1,0} dynamic-update-slice(%s, %b, %i, %i)",
     ],
+    "sorted": [
+        "%a = f32[16,64]{1,0} parameter(0)",
+        "ROOT %r = f32[16,64]{1,0} sort(%a), dimensions={1}, to_apply=%compared",
+    ],
     "multiplied": [
         "%a = bf16[8192,4096]{1,0} parameter(0)", "%b = bf16[4096,8192]{1,0} parameter(1)",
         "ROOT %r = bf16[8192,8192]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
@@ -57,6 +63,10 @@ ENTRY = [
     f'%forward = (bf16[32,56,56,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%images, %kernel), {CONV}"{CUDNN}Forward"',
     f'%filter = (bf16[64,3,3,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%images, %images), {CONV}"{CUDNN}BackwardFilter"',
     f'%input = (bf16[32,56,56,64]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%images, %kernel), {CONV}"{CUDNN}BackwardInput"',
+    "%matrices = f32[64,1024,1024]{1,2,0} parameter(8)",
+    '%factors = (f32[64,1024,1024]{1,2,0}, s32[64]{0}) custom-call(%matrices), custom_call_target="cusolver_potrf_ffi"',
+    "%sorted = f32[16,64]{1,0} sort(%stack), dimensions={1}, to_apply=%compared",
+    "%sorted_inside = f32[16,64]{1,0} fusion(%stack), kind=kInput, calls=%sorted_body",
     "%waited = f32[1024]{0} all-gather(%vector), replica_groups={}, dimensions={0}",
     "%outer = f32[64,64]{1,0} dot(%vector, %vector)",
     "%begun = (f32[64]{0}, f32[1024]{0}) all-gather-start(%vector), replica_groups={}, dimensions={0}",
@@ -64,6 +74,7 @@ ENTRY = [
 ]  # fmt: skip
 ROUNDED = 4.0  # bytes of an index
 IMAGES, KERNEL = 2 * 32 * 56 * 56 * 64, 2 * 64 * 9 * 64
+SORTED = H100.sorts.element_seconds + 4 * H100.sorts.byte_seconds  # of a step, per element
 PRODUCTS = 2 * 32 * 56 * 56 * 64 * 9 * 64  # FLOPs of the convolutions
 
 
@@ -86,6 +97,9 @@ def module():
     ("forward", max((2 * IMAGES + KERNEL) / HBM, PRODUCTS / BF16)),
     ("filter", max((2 * IMAGES + KERNEL) / HBM, PRODUCTS / BF16)),
     ("input", max((2 * IMAGES + KERNEL) / HBM, PRODUCTS / BF16)),
+    ("factors", float(LIBRARIES["cholesky"].seconds("cholesky", [(64, 1024, 1024)]))),
+    ("sorted", 21 * 16 * 64 * SORTED),  # steps of a bitonic network of 64
+    ("sorted_inside", 21 * 16 * 64 * SORTED),
     ("outer", (2 * 256 + 4 * 64 * 64) / HBM),
     ("waited", 0.0),
     ("begun", 0.0),

@@ -42,9 +42,17 @@ class Sorts:
             moved, length = first.inputs[0].dtype.itemsize + POSITION_BYTES, first.inputs[0].shape[_axis(first)]
         else:
             return 0.0
+        return self.of_rows(math.prod(first.inputs[0].shape), length, moved)
+
+    def of_rows(self, elements: int, length: int, moved: float) -> float:
+        """Of so many elements in rows of a length.
+
+        Args:
+            moved: bytes that move with each element.
+        """
         doublings = math.ceil(math.log2(max(2, length)))
         steps = doublings * (doublings + 1) / 2
-        return math.prod(first.inputs[0].shape) * steps * (self.element_seconds + self.byte_seconds * moved)
+        return elements * steps * (self.element_seconds + self.byte_seconds * moved)
 
 
 def is_kept_by_kernel(equation: Equation) -> bool:
