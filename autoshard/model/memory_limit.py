@@ -100,6 +100,9 @@ def solve_within(
     def within(choice: Sequence[int]) -> bool:
         return fits(formulation.accepted_peak(choice[: len(exact.costs)]), limit)
 
+    def rounded_without(lives: Iterable[Live]) -> tuple[Problem, float]:
+        return _coarse(_without(exact, lives), NEGLIGIBLE_SHARE * given)
+
     how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
     leanest = _without(exact, formulation.heap.on_chip if is_small else ())
     lying: list[Live] = []  # temporaries that are taken to lie in results
@@ -122,7 +125,7 @@ def solve_within(
                 lying = room.lying(relaxed.choice)
         if budget.interrupted:
             raise KeyboardInterrupt
-    rounded, spared = _coarse(_without(exact, lying), NEGLIGIBLE_SHARE * given)
+    rounded, spared = rounded_without(lying)
     for i in range(MAX_ROUNDS):
         if i and rounds.over:
             break
@@ -136,7 +139,7 @@ def solve_within(
         except SolverError as error:  # nothing fits, or nothing was found in time
             if lying:
                 lying = []
-                rounded, spared = _coarse(exact, NEGLIGIBLE_SHARE * given)
+                rounded, spared = rounded_without(lying)
                 continue
             if i or is_loose or not isinstance(error, InfeasibleError):
                 break
@@ -164,7 +167,7 @@ def solve_within(
         reshardings.update(dict.fromkeys(over))
         if len(still) < len(lying):
             lying = still
-            rounded, spared = _coarse(_without(exact, lying), NEGLIGIBLE_SHARE * given)
+            rounded, spared = rounded_without(lying)
     if best is not None:
         if budget.over:
             return best

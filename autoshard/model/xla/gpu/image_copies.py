@@ -16,6 +16,11 @@ from autoshard.program import Equation, Value
 _MOST_DIMS_WITH_MINOR_CHANNELS = 2  # of images, batch and channels apart
 
 
+def is_argument(operand: object) -> bool:
+    """Whether an operand comes from outside the program: it lies as the caller has it."""
+    return isinstance(operand, Value) and operand.from_outside
+
+
 def lies_as_read(equation: Equation) -> bool:
     """Whether images lie as cuDNN wants them, where the first dim is major and the last minor."""
     batch, features, *places = equation.params["dimension_numbers"].lhs_spec
@@ -30,7 +35,7 @@ def padding(equation: Equation) -> float:
     """
     params, (images, kernel) = equation.params, equation.inputs
     is_spread = any(one > 1 for one in params["lhs_dilation"])
-    if is_kernel_gradient(equation) or (is_spread and not (isinstance(kernel, Value) and kernel.from_outside)):
+    if is_kernel_gradient(equation) or (is_spread and not is_argument(kernel)):
         return 1.0
     if not is_spread and all(low == high for low, high in params["padding"]):
         return 1.0
@@ -50,7 +55,7 @@ def copied_bytes(equation: Equation, images: float, made: float, *, is_result: b
         is_result: whether that is a result of the program: its buffer may hold a copy of the images before.
     """
     times, turned = padding(equation), not lies_as_read(equation)
-    is_argument = isinstance(equation.inputs[0], Value) and equation.inputs[0].from_outside
-    before = images * times if is_argument and (turned or times > 1) else images * max(0.0, times - 1)
+    is_given = is_argument(equation.inputs[0])
+    before = images * times if is_given and (turned or times > 1) else images * max(0.0, times - 1)
     after = made if turned and is_result else 0.0
     return after + (before if before > made or not is_result or not turned else 0.0)

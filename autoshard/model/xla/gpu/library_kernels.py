@@ -7,8 +7,8 @@ is turned after. Source: operations compiled for H100, of arguments and of what 
 
 from __future__ import annotations
 
-from autoshard.model.xla.gpu.image_copies import lies_as_read, padding
-from autoshard.program import Equation, Value
+from autoshard.model.xla.gpu.image_copies import is_argument, lies_as_read, padding
+from autoshard.program import Equation
 
 # Beside the library's own, and beside one for each operand that is an argument.
 _AROUND_MATRICES = {"eigh": 2, "householder_product": 1, "lu": 2, "qr": 4, "svd": 2, "triangular_solve": 1}
@@ -21,9 +21,9 @@ def kernels_beside(equation: Equation) -> int:
     """How many kernels XLA for GPU makes of an equation beside the first."""
     name = equation.primitive
     if name in _AROUND_MATRICES:
-        return _AROUND_MATRICES[name] + sum(map(_is_argument, equation.inputs))
+        return _AROUND_MATRICES[name] + sum(map(is_argument, equation.inputs))
     if name == "conv_general_dilated" and equation.outputs[0].bytes:
-        is_copied = padding(equation) > 1 or (_is_argument(equation.inputs[0]) and not lies_as_read(equation))
+        is_copied = padding(equation) > 1 or (is_argument(equation.inputs[0]) and not lies_as_read(equation))
         return _OF_KERNEL + is_copied
     if name == "fft" and is_inverse_of_several_dims(equation):
         return _OF_SPECTRA
@@ -34,7 +34,3 @@ def is_inverse_of_several_dims(equation: Equation) -> bool:
     """Whether it is a transform of several dims to real numbers: XLA makes complex ones of all dims but the last."""
     kind = equation.params["fft_type"]
     return "IRFFT" in getattr(kind, "name", str(kind)) and len(equation.params["fft_lengths"]) > 1
-
-
-def _is_argument(value: object) -> bool:
-    return isinstance(value, Value) and value.from_outside

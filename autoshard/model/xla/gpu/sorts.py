@@ -1,9 +1,9 @@
 """Sorts on GPU: elements are compared and exchanged in steps, of which long rows take more.
 
 XLA sorts rows by a bitonic network: rows of n elements take k (k + 1) / 2 steps, with k the logarithm of n (Batcher,
-1968). A stable sort exchanges positions, too. Source: `python benchmarks/kernels.py --sorts` on an H100; of 42 kinds
-and lengths 35 are within a factor of 2. A single row, and narrow numbers in rows of 65,536, go to CUB and take 3 to 10
-times less. `tests/model/xla/test_sorts.py` holds six of the measured figures against prices.
+1968). A stable sort exchanges positions, too. Source: `python benchmarks/kernels.py --sorts` on an H100. A single row,
+and narrow numbers in rows of 65,536, go to CUB and take far less. `tests/model/xla/test_sorts.py` holds six of the
+measured figures against prices.
 """
 
 from __future__ import annotations
