@@ -134,7 +134,7 @@ def _led_by(factor: str, tensors: Sequence[tuple[Any, Any]]) -> Iterator[tuple[N
 
 
 def variables_of(closed: ClosedJaxpr) -> Iterator[Any]:
-    """All variables of a jaxpr and of the bodies of its loops and calls, in an order that follows from its equations."""
+    """All variables of a jaxpr and of the bodies of its loops and calls, in the order of its equations."""
     yield from (*closed.jaxpr.invars, *closed.jaxpr.constvars)
     for eqn in equations_of(closed.jaxpr):
         yield from eqn.outvars
