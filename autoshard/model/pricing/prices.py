@@ -26,7 +26,7 @@ from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.pricing.ways import WaysToSplit
 from autoshard.model.regions.pricing import REGIONS, Region, Regions
-from autoshard.model.strategies import Choices, Finish, Strategy, every_choice
+from autoshard.model.strategies import Finish, Strategy
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
@@ -133,13 +133,11 @@ class Prices:
     def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
         key: tuple = self._signature(group)
-        choices: Choices = every_choice
         if self.offered is not None:
-            key, choices = (key, self.offered.key(group)), self.offered.choices
+            key = key, self.offered.key(group)
         if key not in self._groups:
             self.memo.tick()
-            near = None if self.offered is None else self.offered.groups.get(group.index)
-            strategies, wants, leaves = self.ways.of(group, choices, near)
+            strategies, wants, leaves = self.ways.of(group, self.offered)
             seconds = self._seconds(group, strategies, wants, leaves)
             self._groups[key] = PricedStrategies(strategies, seconds, wants, leaves)
         return self._groups[key]
