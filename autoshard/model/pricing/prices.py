@@ -213,7 +213,8 @@ class Prices:
         Read is, turn by turn, what a loop could keep in the chip if it were not gathered.
         """
         seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
-        seconds += self._clearing(value) * self._leaves_slices(source, target)
+        if clearing := self._clearing(value):
+            seconds += clearing * self._leaves_slices(source, target)
         return seconds + self._fetching(value, source, target, readers)
 
     def _fetching(self, value: Value, source: Layout, target: Layout, readers: Readers) -> float:
@@ -454,21 +455,15 @@ class Prices:
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""
-
-        def sizes(value: Value) -> tuple:
-            image_dims = self.images.get(value.id)
-            width = self.widths.summed(value), self.widths.stored(value)
-            return value.shape, image_dims, value.on_host, *width, self.work.kept_share(value)
-
-        place = itertools.count()
+        figures, place = self.work.figures, itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
         return (
             tuple(
-                tuple((places[value.id], *sizes(value)) for value in self.work.read_instead(use.value))
+                tuple((places[value.id], *figures(value)) for value in self.work.read_instead(use.value))
                 for use in group.uses
             ),
-            tuple((sizes(use.value), use.dims) for use in group.uses),
-            tuple((sizes(made.value), made.dims) for made in group.outputs),
+            tuple((figures(use.value), use.dims) for use in group.uses),
+            tuple((figures(made.value), made.dims) for made in group.outputs),
             tuple(group.sizes.items()),
             tuple(sorted(group.splittable)),
             group.reduction,
