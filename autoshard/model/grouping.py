@@ -106,7 +106,7 @@ def groups_of(
             runs_ahead=ahead[i],
             runs_beside=beside[i],
             writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
-            is_copy=_is_copied(group, needed_outside),
+            is_copy=_is_copied(group, needed_outside, makers, again.repeated),
             passes_before=2 if i in entering else _passes_before(group, staying, makers),
             last_point=last[i],
         )
@@ -184,12 +184,22 @@ def _is_made_elsewhere(
     return comes_apart(stack)
 
 
-def _is_copied(group: Group, needed_outside: Set[int]) -> bool:
-    """Whether a group that computes nothing has to write a result: a view of an argument, or what repeats an array."""
+def _is_copied(group: Group, needed_outside: Set[int], makers: Mapping[int, Group], repeated: Sequence[bool]) -> bool:
+    """Whether a group that computes nothing has to write a result: what repeats an array, or views what nobody writes.
+
+    Args:
+        needed_outside: values that are read after the program.
+        makers: value -> the group that makes it; arguments have none.
+        repeated: per group, whether its readers compute it again.
+    """
     is_result = any(made.value.id in needed_outside for made in group.outputs)
     if group.is_known or not group.only_moves or not is_result:
         return group.is_known and is_result
-    return group.broadcasts or all(use.value.from_outside for use in group.uses)
+
+    def is_unwritten(value: Value) -> bool:
+        return value.id in makers and repeated[makers[value.id].index]
+
+    return group.broadcasts or all(use.value.from_outside or is_unwritten(use.value) for use in group.uses)
 
 
 def _staying(program: Program, needed_outside: Set[int]) -> set[int]:
@@ -430,7 +440,8 @@ def _group_of(
                     uses.append(Use(value, dims, equation, operand))
         for output, dims in zip(equation.outputs, draft.results[equation.index], strict=True):
             outside = any(home[reader.index] is not draft for reader, _ in readers[output.id])
-            handed_out = facts_of(equation.primitive).from_one_device  # only what is read
+            # only what is read; of a generator nobody makes its next state if nothing reads that
+            handed_out = facts_of(equation.primitive).from_one_device or equation.primitive == "rng_bit_generator"
             if outside or output.id in needed_outside or (len(equations) == 1 and not handed_out):
                 outputs.append(GroupOutput(output, dims))
     return Group(

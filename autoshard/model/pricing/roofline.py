@@ -145,11 +145,16 @@ class GroupWork:
         counted = [equation for equation in group.equations if unit.counts(equation)]
         if not counted or not group.outputs:
             return 0.0
-        made = group.outputs[0].value
-        elements = np.array([self.arrays.elements(made, layout) for layout in leaves[0]])
-        bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in leaves[0]])
+        made, layouts = max(
+            zip((made.value for made in group.outputs), leaves, strict=True), key=lambda pair: math.prod(pair[0].shape)
+        )
+        elements = np.array([self.arrays.elements(made, layout) for layout in layouts])
+        bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in layouts])
         padding = elements / np.maximum(1, bare)
-        sizes = ((one, math.prod(one.outputs[0].shape) / split[frozenset(group.factors_of(one))]) for one in counted)
+        widest = (max(math.prod(made.shape) for made in one.outputs) for one in counted)
+        sizes = (
+            (one, size / split[frozenset(group.factors_of(one))]) for one, size in zip(counted, widest, strict=True)
+        )
         return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
 
     def _unstored_seconds(self, group: Group, split: Mapping[frozenset[int], np.ndarray]) -> np.ndarray | float:
