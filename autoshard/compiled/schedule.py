@@ -69,7 +69,7 @@ def schedule_of(
     """
     module = Module.of(hlo_text)
     lasts = Roofline(module, topology).seconds if clock is None else lambda _, one: one.cycles / clock
-    simulation = _Simulation(module, mesh_shape, topology, lasts)
+    simulation = _Simulation(module, mesh_shape, topology, lasts, skips_conditions=clock is None)
     simulation.place(collectives_in(module, hlo_text, mesh_shape, device_ids=device_ids))
     simulation.place_host_transfers()
     if clock is not None:
@@ -122,8 +122,15 @@ def _copied_bytes(start: Instruction) -> int:
 
 
 class _Simulation:
-    def __init__(self, module: Module, mesh_shape: MeshShape, topology: Topology, lasts: _Lasts):
+    def __init__(
+        self, module: Module, mesh_shape: MeshShape, topology: Topology, lasts: _Lasts, *, skips_conditions: bool
+    ):
+        """
+        Args:
+            skips_conditions: whether nobody asks if a loop of a known number of turns goes on, as the runtime of GPUs.
+        """
         self.module, self.mesh_shape, self.topology, self.lasts = module, mesh_shape, topology, lasts
+        self.skips_conditions = skips_conditions
         self.spans: dict[str, list[_Span]] = defaultdict(list)  # by computation
         self.compute = 0.0
         self.communication: dict[str, float] = Counter()  # type: ignore[assignment]  # whose stubs count in int
@@ -213,7 +220,10 @@ class _Simulation:
                 if span.kind != _MEMORY:
                     self.communication[span.kind] += span.seconds * runs
             if instruction.opcode != "fusion":  # XLA writes the time of a fusion on the fusion itself
-                now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
+                callees = list(self.module.callees(instruction))
+                if self.skips_conditions and "known_trip_count" in instruction.rest:
+                    callees = callees[1:]
+                now += sum(times * self.run(callee, times * runs) for callee, times in callees)
             lasts = self.lasts(computation, instruction)
             now += lasts
             self.compute += lasts * runs

@@ -487,6 +487,7 @@ class Prices:
             group.is_recomputed,
             group.is_sunk,
             group.is_copy,
+            group.is_normalising,
             group.passes_before,
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),

@@ -40,7 +40,7 @@ class GroupWork:
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
+        is_free = group.is_normalising or (group.only_moves and not (group.is_sunk or group.is_copy))
         if is_free or (group.equations[0].primitive in _SAME_BUFFER and not group.passes_before):
             return [0.0] * len(strategies)
         pieces = {
@@ -80,7 +80,7 @@ class GroupWork:
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
-        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
+        is_free = group.is_normalising or (group.only_moves and not (group.is_sunk or group.is_copy))
         if is_free or first.primitive in _SAME_BUFFER:
             return 0.0
         values = {

@@ -64,6 +64,7 @@ class Recomputation:
     folded: Sequence[bool]
     repeated: Sequence[bool]
     sunk: Sequence[bool]
+    normalising: Set[int]  # by index: `Group.is_normalising`
 
 
 def recomputation(
@@ -121,7 +122,7 @@ def recomputation(
             count = max((steps.get(use.value.id, 0) for use in group.uses), default=0)
         steps.update((made.value.id, count * repeated[-1]) for made in group.outputs)
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
-    return Recomputation(folded, repeated, sunk)
+    return Recomputation(folded, repeated, sunk, rows.inside)
 
 
 def scattered_values(program: Program, readers: Mapping[int, Sequence[tuple[Equation, int]]]) -> frozenset[int]:

@@ -55,10 +55,12 @@ class Operations:
         extra = sum(map(_guarding_operations, group.equations))
         if self.are_kernels:
             read = {made.value.id for made in group.outputs}
-            extra = sum(kernels_beside(equation, read) for equation in group.equations)
+            extra = group.counts_turns + sum(kernels_beside(equation, read) for equation in group.equations)
         else:
             extra += sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
         inside = self.least_seconds * extra
+        if group.is_normalising:
+            return 0.0
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
             return self.least_seconds * (group.writes_apart and stacks_arrays)

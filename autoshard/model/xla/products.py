@@ -132,7 +132,7 @@ class FourierProducts:
         products = (
             padded_size(shape, tile) * self._summed(points) for shape, points in zip(arrays, lengths, strict=True)
         )
-        return 2.0 * _REAL_PRODUCTS * self.passes * sum(products)
+        return 2.0 * REAL_PRODUCTS * self.passes * sum(products)
 
     def _summed(self, points: int) -> int:
         """How many numbers one number of a transform of so many points is a sum of, over all its products.
@@ -145,7 +145,7 @@ class FourierProducts:
         return points if part == 1 else self._summed(part) + self._summed(points // part)
 
 
-_REAL_PRODUCTS = 3  # for one product of complex numbers
+REAL_PRODUCTS = 3  # for one product of complex numbers
 
 
 def _factors(dims: FactorDims) -> set[int]:

@@ -35,6 +35,10 @@ SLOW = {  # function of what shapes
     "gamma": (jax.scipy.special.digamma, [array(512, 1024)]),
     "complex numbers": (jnp.exp, [array(512, 1024, dtype=np.complex64)]),
     "small products of a batch": (jnp.matmul, [array(2048, 8, 16), array(2048, 16, 8)]),
+    "small complex products": (
+        jnp.matmul,
+        [array(2048, 4, 3, dtype=np.complex64), array(2048, 3, 6, dtype=np.complex64)],
+    ),
 }
 
 

@@ -8,9 +8,10 @@ is turned after. Source: operations compiled for H100, of arguments and of what 
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from autoshard.model.xla.gpu.image_copies import is_argument, lies_as_read, padding
+from autoshard.primitives import facts_of
 from autoshard.program import Equation
 
 # Beside the library's own, and beside one for each operand that is an argument.
@@ -20,6 +21,10 @@ _OF_STATE, _OF_WORDS = 1, 1  # of a generator: its next state, and words that ar
 _MOST_WORDS_AT_ONCE = {
     "RNG_THREE_FRY": 2**17
 }  # elements whose words no array of its own holds; 512 of other generators
+_MOST_SUMMED_AT_ONCE = 2**14  # elements of one that is made; more are summed in two kernels
+_SUMS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"})
+_ENDINGS = frozenset({"add", "add_any", "convert_element_type", "max"})  # of a product: an array is added, or a relu
+_OF_GELU = frozenset({"integer_pow", "tanh"})  # beside sums and multiples
 _OF_KERNEL = 1  # of a convolution: its kernel in order
 _OF_SPECTRA = 3  # of an inverse transform of several dims to real numbers: the first of them, turned twice
 
@@ -42,7 +47,22 @@ def kernels_beside(equation: Equation, read: Container[int]) -> int:
     if name == "rng_bit_generator":
         state, bits = equation.outputs
         return _OF_STATE * (state.id in read) + _OF_WORDS * words_are_apart(equation, math.prod(bits.shape))
+    if name in _SUMS and equation.outputs:
+        summed = math.prod(equation.inputs[0].shape) // max(1, math.prod(equation.outputs[0].shape))
+        return int(summed > _MOST_SUMMED_AT_ONCE)
     return _AROUND.get(name, 0)
+
+
+def ends_as_libraries_do(equations: Sequence[Equation]) -> bool:
+    """Whether a library makes this of a product as it writes it: sums with an array, multiples, a ReLU, a GELU."""
+    names = {equation.primitive for equation in equations if not facts_of(equation.primitive).relabels}
+    return _OF_GELU <= names <= _OF_GELU | {"add", "convert_element_type", "mul"} or all(map(_is_ending, equations))
+
+
+def _is_ending(equation: Equation) -> bool:
+    if equation.primitive == "mul":
+        return any(math.prod(value.shape) <= 1 for value in equation.inputs)
+    return equation.primitive in _ENDINGS or facts_of(equation.primitive).relabels
 
 
 def words_are_apart(equation: Equation, elements: float) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
-from autoshard.model.xla.products import product_sizes
+from autoshard.model.xla.products import REAL_PRODUCTS, product_sizes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class MatrixUnit:
         if not any(left[dim] for dim in batch):
             return 0.0
         sizes = product_sizes(group, pieces)
-        return np.where(sizes.is_with_vector, 0.0, sizes.batch * self.product_cycles / self.clock)
+        products = sizes.batch * (REAL_PRODUCTS if first.outputs[0].dtype.kind == "c" else 1)
+        return np.where(sizes.is_with_vector, 0.0, products * self.product_cycles / self.clock)
 
     def padding(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """How many times its FLOPs a product takes, since the operand that stands in the unit is filled up.
