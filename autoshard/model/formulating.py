@@ -132,7 +132,7 @@ def formulator(
         found = formulation(make_prices(), until, counts_memory=True)
         alone = functools.partial(make_prices, waits_only=True)
         waits = once_in_time(lambda until: formulation(alone(), until, counts_memory=False).problem)
-        return replace(found, rules=tuple(rules), fingerprint=program.fingerprint, waits=waits)
+        return replace(found, rules=tuple(rules), traced=program, waits=waits)
 
     return made
 
@@ -192,6 +192,7 @@ class _Formulator:
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
             program=self.program,
+            traced=self.program,
             rules=(),
             mesh=self.prices.mesh,
             prices=self.prices,

@@ -64,6 +64,7 @@ class Formulation:
     """The problem, and what each of its nodes and options means."""
 
     program: Program
+    traced: Program  # as it was traced, branches for other platforms included
     rules: Sequence[Rule]  # one per equation
     mesh: Mapping[str, int]  # without axes of one device
     prices: Prices
@@ -77,7 +78,6 @@ class Formulation:
     heap: Heap = field(repr=False, default_factory=Heap)  # which of its lives are temporaries and results
     # Communication alone, formulated when it is first asked for; by which time, as `time.monotonic` has it.
     waits: Callable[[float], Problem] = field(repr=False, default=lambda until: Problem((), (), (), None))
-    fingerprint: str = ""  # of the program as it was traced, branches for other platforms included
     least: float | None = None  # where it offers a part of all strategies: seconds that no choice of all goes below
     restrictions: tuple[str, ...] = ()  # what plans say of options that were taken away
     is_late: bool = False  # whether the clock took them away

@@ -84,108 +84,162 @@ def solve_within(
         ForbiddenError: every choice is forbidden, however much memory there is.
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
     """
-    usable = formulation.prices.backend.usable
-    given = formulation.problem.limit
-    assert given is not None, "there is a limit to stay within"
-    limit, bound = given * usable, 0.0
-    exact = replace(formulation.problem, limit=limit, checked=True)
-    budget = budget or Budget.of(time_limit, until)
-    reshardings: dict[Resharding, None] = {}
-    room = formulation.heap.room_in_results
-    is_small = formulation.is_limit_small
-    is_loose = is_small or formulation.is_room_large  # whether temporaries may lie elsewhere
-    rounds = budget.part(ROUNDS_SHARE) if search is not None or (is_loose and not is_small) else budget
-    best = None
+    return _LimitSearch(formulation, budget or Budget.of(time_limit, until), time_limit, progress, search).solution()
 
-    def within(choice: Sequence[int]) -> bool:
-        return fits(formulation.accepted_peak(choice[: len(exact.costs)]), limit)
 
-    def rounded_without(lives: Iterable[Live]) -> tuple[Problem, float]:
-        return _coarse(_without(exact, lives), NEGLIGIBLE_SHARE * given)
+class _LimitSearch:
+    """One search within a limit: the rounds of all its parts share a budget, and what was found so far."""
 
-    how: dict[str, Any] = {"accepts": within, "progress": progress, "search": search}
-    leanest = _without(exact, formulation.heap.on_chip if is_small else ())
-    lying: list[Live] = []  # temporaries that are taken to lie in results
-    if is_loose:
-        part = rounds if is_small else rounds.part(RELAXED_SHARE)
-        relaxed = _relaxed(formulation, leanest, reshardings, part, within, how)
-        if isinstance(relaxed, InfeasibleError):
-            if not fits(least := _least_peak(formulation, room.relaxed(leanest, ()), relaxed.least, budget), limit):
-                raise _refusal(formulation, leanest, least, budget)
-        elif relaxed is not None:
-            bound = relaxed.bound
-            if within(relaxed.choice):
-                return relaxed
-            if is_small and not budget.interrupted and room.guests:
-                with contextlib.suppress(SolverError):
-                    solution = _solved(formulation, leanest, (), rounds.part(ROUND_SHARE), gap=0.0, **how)
-                    if within(solution.choice):
-                        return with_bound(solution, bound)
-            if not is_small:
-                lying = room.lying(relaxed.choice)
-        if budget.interrupted:
-            raise KeyboardInterrupt
-    rounded, spared = rounded_without(lying)
-    for i in range(MAX_ROUNDS):
-        if i and rounds.over:
-            break
-        problem = replace(rounded, limit=limit if i else limit + spared, checked=True)
-        try:
-            gap = CLOSE_COUNTED_GAP if i else 0.0
-            part = rounds.part(ROUND_SHARE)
-            solution = _solved(formulation, problem, reshardings, part, gap=gap, **how)
-        except ForbiddenError:
-            raise
-        except SolverError as error:  # nothing fits, or nothing was found in time
-            if lying:
-                lying = []
-                rounded, spared = rounded_without(lying)
-                continue
-            if i or is_loose or not isinstance(error, InfeasibleError):
-                break
-            if fits(least := _least_peak(formulation, exact, error.least - spared, budget), limit):
-                break
-            raise _refusal(formulation, leanest, least, budget) from None
-        if not (i or is_loose):  # with more counted, it may be that of more than is held
-            bound = solution.bound
-        if within(solution.choice):
-            best = with_bound(solution, bound)
-            if not is_loose and reshardings and best.gap > CLOSE_GAP:
-                low = replace(rounded, limit=limit + spared, checked=True)
-                best = _bounded(formulation, low, reshardings, best, within, rounds, progress)
-            if best.gap <= LEAN_SEARCH_GAP or budget.interrupted:
+    def __init__(
+        self,
+        formulation: Formulation,
+        budget: Budget,
+        time_limit: float,
+        progress: Callable[[Progress], None] | None,
+        search: str | Search | None,
+    ) -> None:
+        given = formulation.problem.limit
+        assert given is not None, "there is a limit to stay within"
+        self.formulation, self.budget, self.time_limit = formulation, budget, time_limit
+        self.progress, self.search = progress, search
+        self.given, self.limit = given, given * formulation.prices.backend.usable
+        self.is_small = formulation.is_limit_small
+        self.is_loose = self.is_small or formulation.is_room_large  # whether temporaries may lie elsewhere
+        is_part = search is not None or (self.is_loose and not self.is_small)
+        self.rounds = budget.part(ROUNDS_SHARE) if is_part else budget
+        self.exact = replace(formulation.problem, limit=self.limit, checked=True)
+        self.leanest = _without(self.exact, formulation.heap.on_chip if self.is_small else ())
+        self.reshardings: dict[Resharding, None] = {}  # that are counted
+        self.lying: list[Live] = []  # temporaries that are taken to lie in results
+        self.bound = 0.0
+
+    def solution(self) -> Solution:
+        """What `solve_within` returns."""
+        if self.is_loose and (found := self._with_room_elsewhere()) is not None:
+            return found
+        best = self._with_reshardings_counted()
+        if best is not None:
+            if best.gap <= LEAN_SEARCH_GAP or self.budget.interrupted or self.budget.over:
                 return best
-            break
-        if budget.interrupted:
+            self.budget.needs_choice = False
+        return self._among_lean_choices(best)
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Keywords that all rounds give `solve`."""
+        return {"accepts": self.within, "progress": self.progress, "search": self.search}
+
+    def within(self, choice: Sequence[int]) -> bool:
+        return fits(self.formulation.accepted_peak(choice[: len(self.exact.costs)]), self.limit)
+
+    def _with_room_elsewhere(self) -> Solution | None:
+        """The cheapest choice whose temporaries lie as far as they may on the chip or in results, if it is within.
+
+        If it is not, the next rounds begin with those in results that lie there under it.
+        """
+        rounds = self.rounds if self.is_small else self.rounds.part(RELAXED_SHARE)
+        relaxed = _relaxed(self.formulation, self.leanest, self.reshardings, rounds, self.within, self.how)
+        room = self.formulation.heap.room_in_results
+        if isinstance(relaxed, InfeasibleError):
+            self._refuse_if_over(room.relaxed(self.leanest, ()), relaxed.least)
+        elif relaxed is not None:
+            self.bound = relaxed.bound
+            if self.within(relaxed.choice):
+                return relaxed
+            if not self.is_small:
+                self.lying = room.lying(relaxed.choice)
+            elif not self.budget.interrupted and room.guests:
+                with contextlib.suppress(SolverError):
+                    part = self.rounds.part(ROUND_SHARE)
+                    solution = _solved(self.formulation, self.leanest, (), part, gap=0.0, **self.how)
+                    if self.within(solution.choice):
+                        return with_bound(solution, self.bound)
+        if self.budget.interrupted:
             raise KeyboardInterrupt
-        over = formulation.reshardings_over(solution.choice, limit)
-        still = [live for live in room.lying(solution.choice) if live in lying] if lying else lying
-        if i and reshardings.keys() >= set(over) and len(still) == len(lying):  # but for rounding there is another one
-            if not lying:
+        return None
+
+    def _with_reshardings_counted(self) -> Solution | None:
+        """The cheapest choice once all is counted that choices before it reshard where they are over; None if over."""
+        rounded, spared = self._rounded()
+        for i in range(MAX_ROUNDS):
+            if i and self.rounds.over:
                 break
+            problem = replace(rounded, limit=self.limit if i else self.limit + spared, checked=True)
+            try:
+                gap, part = CLOSE_COUNTED_GAP if i else 0.0, self.rounds.part(ROUND_SHARE)
+                solution = _solved(self.formulation, problem, self.reshardings, part, gap=gap, **self.how)
+            except ForbiddenError:
+                raise
+            except SolverError as error:  # nothing fits, or nothing was found in time
+                if self.lying:
+                    self.lying = []
+                    rounded, spared = self._rounded()
+                    continue
+                if not (i or self.is_loose) and isinstance(error, InfeasibleError):
+                    self._refuse_if_over(self.exact, error.least - spared)
+                break
+            if not (i or self.is_loose):  # with more counted, it may be that of more than is held
+                self.bound = solution.bound
+            if self.within(solution.choice):
+                best = with_bound(solution, self.bound)
+                if self.is_loose or not self.reshardings or best.gap <= CLOSE_GAP:
+                    return best
+                low, known = replace(rounded, limit=self.limit + spared, checked=True), self.reshardings
+                return _bounded(self.formulation, low, known, best, self.within, self.rounds, self.progress)
+            if self.budget.interrupted:
+                raise KeyboardInterrupt
+            before = self.lying
+            if not self._learns(solution.choice, is_first=not i):
+                break
+            if len(self.lying) < len(before):
+                rounded, spared = self._rounded()
+        return None
+
+    def _rounded(self) -> tuple[Problem, float]:
+        """The problem with small values counted at their largest, and by how many bytes that may be too much."""
+        return _coarse(_without(self.exact, self.lying), NEGLIGIBLE_SHARE * self.given)
+
+    def _learns(self, choice: Sequence[int], *, is_first: bool) -> bool:
+        """Whether a choice over the limit shows something that is not counted, which then is."""
+        over = self.formulation.reshardings_over(choice, self.limit)
+        now = self.formulation.heap.room_in_results.lying(choice) if self.lying else []
+        still = [live for live in now if live in self.lying]
+        is_new = not self.reshardings.keys() >= set(over) or len(still) < len(self.lying)
+        self.reshardings.update(dict.fromkeys(over))
+        if not (is_first or is_new):  # but for rounding there is another one
+            if not self.lying:
+                return False
             still = []
-        reshardings.update(dict.fromkeys(over))
-        if len(still) < len(lying):
-            lying = still
-            rounded, spared = rounded_without(lying)
-    if best is not None:
-        if budget.over:
-            return best
-        budget.needs_choice = False
-    needed, free = math.inf, 0.0
-    try:
-        for solution, peak in _lean_solutions(formulation, leanest, budget, time_limit, progress):
-            if needed == math.inf:
-                free = solution.bound  # the first is sought without a limit
-            needed = min(needed, peak / usable)
-            if fits(peak, limit) and (best is None or solution.cost < best.cost):
-                best = solution
-    except (SolverError, KeyboardInterrupt):
+        self.lying = still
+        return True
+
+    def _among_lean_choices(self, best: Solution | None) -> Solution:
+        """The best choice so far, or a cheaper one of those that hold less and less.
+
+        Raises:
+            InfeasibleError: all are over the limit.
+        """
+        needed, free = math.inf, 0.0
+        try:
+            lean = _lean_solutions(self.formulation, self.leanest, self.budget, self.time_limit, self.progress)
+            for solution, peak in lean:
+                if needed == math.inf:
+                    free = solution.bound  # the first is sought without a limit
+                needed = min(needed, peak / self.formulation.prices.backend.usable)
+                if fits(peak, self.limit) and (best is None or solution.cost < best.cost):
+                    best = solution
+        except (SolverError, KeyboardInterrupt):
+            if best is None:
+                raise
         if best is None:
-            raise
-    if best is None:
-        raise InfeasibleError("the leanest choice is over the limit", limit=given, needed=needed)
-    return with_bound(best, bound if bound <= best.cost else free)
+            raise InfeasibleError("the leanest choice is over the limit", limit=self.given, needed=needed)
+        return with_bound(best, self.bound if self.bound <= best.cost else free)
+
+    def _refuse_if_over(self, problem: Problem, least: float) -> None:
+        """Raises that nothing fits, where that is proven; the arguments are those of `_least_peak`."""
+        least = _least_peak(self.formulation, problem, least, self.budget)
+        if not fits(least, self.limit):
+            raise _refusal(self.formulation, self.leanest, least, self.budget) from None
 
 
 def _relaxed(

@@ -162,7 +162,7 @@ class HeldOutput:
         widths = tuple(self.prices.widths.summed(made.value) for made in self.group.outputs)
 
         def unfinished_bytes(strategies: tuple[Strategy, ...]) -> np.ndarray:
-            return np.array([self._unfinished(strategy) for strategy in strategies])
+            return np.array([self._unfinished(strategy) if strategy.finishes else 0 for strategy in strategies])
 
         return self.prices.memo.once(unfinished_bytes, self.strategies, of=widths)
 

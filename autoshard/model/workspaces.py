@@ -224,9 +224,10 @@ def _of_cublas(shards: ShardBytes) -> float:
         math.sqrt(side * made / max(1.0, other) / batches) for side, other in ((left, right), (right, left))
     )
     multiplied = math.sqrt(left * right * made / batches**3)  # rows x columns x summed
-    is_with_vector = min(rows, columns) < 1.5  # XLA multiplies elementwise
+    summed = multiplied / max(1.0, rows * columns)
+    is_elementwise = min(rows, columns, summed) < 1.5  # XLA multiplies with a vector, or two of them, in a fusion
     is_small = multiplied <= _MOST_LOOPED_PRODUCT and tensors[-1].dtype.itemsize >= 4
-    return 0.0 if is_with_vector or is_small else _CUBLAS_WORKSPACE_BYTES
+    return 0.0 if is_elementwise or is_small else _CUBLAS_WORKSPACE_BYTES
 
 
 def _solved_in_place(shards: ShardBytes) -> float:

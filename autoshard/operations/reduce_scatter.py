@@ -23,7 +23,9 @@ def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any
     """This device's slice of a sum, of which the device has a part.
 
     What is scattered are the rows of a matrix that has many rows, and columns for all lanes of a TPU. TPU turns any
-    other scatter into an all_reduce. A stage scatters inside each of the slices that the stages after it make.
+    other scatter into an all_reduce. It does so, too, where it turns the matrix, since the slice is read in the order
+    of the sum, as by the rows of a table: then rows are lanes, and few of them fill none. A matrix of another width
+    than the slice is not turned. A stage scatters inside each of the slices that the stages after it make.
 
     Args:
         partial: what this device has of the whole sum.
@@ -39,6 +41,8 @@ def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any
     rest = _others(partial.shape, dim)
     order, shape = (dim, *rest), [partial.shape[other] for other in rest]
     count = partial.shape[dim]
+    if is_tiled and math.prod(partial.shape[:dim]) > 1 and count // math.prod(sizes) % _LANES:
+        columns = tiled_width(least, partial.dtype.itemsize, but=columns) or columns
     whole, at = partial, dim
     for i, (axes, groups) in enumerate(stages):
         later = math.prod(sizes[i + 1 :])
@@ -68,7 +72,7 @@ def _others(shape: Sequence[int], dim: int) -> list[int]:
     return sorted((other for other in range(len(shape)) if other != dim), key=lambda other: shape[other] >= _LANES)
 
 
-def tiled_width(elements: int, itemsize: int, chip_rows: Sequence[int] = _CHIP_ROWS) -> int:
+def tiled_width(elements: int, itemsize: int, chip_rows: Sequence[int] = _CHIP_ROWS, but: int = 0) -> int:
     """The columns of a matrix of so many elements that TPU scatters, one such matrix to each device; 0: there is none.
 
     >>> [tiled_width(elements, 4) for elements in (4096, 2048, 1024, 9 * 256, 48 * 128)]
@@ -78,8 +82,10 @@ def tiled_width(elements: int, itemsize: int, chip_rows: Sequence[int] = _CHIP_R
         elements: of one device's slice of the sum.
         itemsize: bytes of each.
         chip_rows: as for `fills_tiles`; those of the first are preferred.
+        but: columns that the matrix is not to have.
     """
     widths = [2 * _LANES, _LANES, *(_LANES * count for count in range(3, _MOST_WIDTHS))]
+    widths = [width for width in widths if width != but]
     fitting = (width for rows in chip_rows for width in widths if fills_tiles(elements, width, itemsize, rows, 0))
     return next(fitting, 0)
 

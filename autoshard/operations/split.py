@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 
 from autoshard.layout import MeshShape, shards
 
@@ -53,5 +56,9 @@ class CallSplit:
 
     def index(self, role: str) -> jax.Array | int:
         """Which of the pieces this device has: an int32, known when the program runs."""
-        axes = self.axes(role)
-        return jax.lax.axis_index(axes) if axes else 0
+        index: Any = np.int32(0)
+        inner = 1
+        for axis in reversed(self.axes(role)):  # as `lax.axis_index` of several axes, which takes far longer to trace
+            index = lax.add(index, lax.mul(lax.axis_index(axis), np.int32(inner)))
+            inner *= self.mesh[axis]
+        return index if self.axes(role) else 0

@@ -34,12 +34,28 @@ class Batch:
         more = [(0, self.padded - self.rows), *[(0, 0)] * (leaf.ndim - 1)]
         return np.pad(leaf, more) if isinstance(leaf, np.ndarray) else jnp.pad(leaf, more)
 
+    def one_row_less(self, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
+        """The types of arguments whose batch has a row less, by which a trace shows where rows are counted.
+
+        Raises:
+            ValueError: there is one row only.
+        """
+        if any(types[i].shape[0] < 2 for i in self.arrays):
+            raise ValueError("a padded batch needs two rows")
+        return [
+            jax.ShapeDtypeStruct((one.shape[0] - 1, *one.shape[1:]), one.dtype, weak_type=one.weak_type)
+            if i in self.arrays
+            else one
+            for i, one in enumerate(types)
+        ]
+
 
 def batch_of(
     program: Program,
     shapes: Sequence[tuple[int, ...]],
     mesh: Mapping[str, int],
     in_modules: Collection[int] = (),
+    parts: int = 1,
 ) -> Batch | None:
     """The batch of a step, if the devices do not divide it.
 
@@ -51,35 +67,42 @@ def batch_of(
         shapes: of its flat arguments.
         mesh: axis name -> devices.
         in_modules: flat arguments that stand in nnx modules, which are state even where the step leaves them alone.
+        parts: microbatches, each of which the devices are to divide.
     """
     by_argument: dict[Any, list[int]] = defaultdict(list)
     for i, path in enumerate(program.in_tree.array_paths[: len(program.own_arguments)]):
         by_argument[path[:2]].append(i)
     state = {*program.carried, *program.donated, *in_modules}
+
+    def padded(rows: int) -> int:
+        return parts * padded_rows(-(-rows // parts), mesh)
+
     found: dict[int, list[int]] = defaultdict(list)  # rows -> arrays
     for ours in by_argument.values():
         arrays = [i for i in ours if shapes[i]]
         counts = {shapes[i][0] for i in arrays}
-        if len(counts) == 1 and not state & set(ours) and padded_rows(min(counts), mesh) not in counts:
+        if len(counts) == 1 and not state & set(ours) and padded(min(counts)) not in counts:
             found[min(counts)] += arrays
     if not found:
         return None
     rows = max(found, key=lambda count: sum(program.arguments[i].bytes for i in found[count]))
-    return Batch(rows, padded_rows(rows, mesh), frozenset(found[rows]))
+    return Batch(rows, padded(rows), frozenset(found[rows]))
 
 
 def padded_rows(rows: int, mesh: Mapping[str, int]) -> int:
-    """The rows that a batch gets: as few more as make all devices divide it.
+    """The rows that a batch gets: as few more as leave a device the fewest rows, and fewer more than it has.
 
-    A batch of fewer rows than there are devices is to be divided by as many as some axes have, and that has rows for.
+    A batch of few rows is divided by as many devices as some axes have.
 
     >>> [padded_rows(rows, {"data": 4, "model": 2}) for rows in (30, 32, 5, 4, 1)]
     [32, 32, 8, 4, 1]
+    >>> [padded_rows(rows, {"data": 8}) for rows in (7, 4)]
+    [8, 4]
     """
     axes = [size for size in mesh.values() if size > 1]
     counts = {math.prod(some) for n in range(len(axes) + 1) for some in itertools.combinations(axes, n)}
-    devices = max(count for count in counts if count <= max(rows, 1))
-    return -(-rows // devices) * devices
+    on_a_device = {count: -(-rows // count) for count in counts if -(-rows // count) * count < 2 * rows}
+    return min(((own, own * count) for count, own in on_a_device.items()), default=(rows, rows))[1]
 
 
 def uneven_batch(program: Program, mesh: Mapping[str, int]) -> tuple[str, ...]:

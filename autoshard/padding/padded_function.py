@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.user_plan import Plan
+from autoshard.variants.variant import Variant
 
 
 class _StepOfPaddedBatch(ShardedFunction[Parameters, Result]):
@@ -99,16 +101,30 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
     def _made(
         self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments, flat: FlatCall
     ) -> tuple[Batch, ShardedFunction[..., Any]] | None:
-        program = super().trace(*args, **kwargs)
+        program = super().variants(*args, **kwargs).program(Variant())
         shapes = [tuple(np.shape(array)) for array in flat.arrays]
         in_modules = () if flat.modules is None else flat.modules.inside
-        batch = batch_of(program, shapes, self._options.mesh.shape, in_modules)
+        parts = self._options.microbatches or 1
+        batch = batch_of(program, shapes, self._options.mesh.shape, in_modules, parts)
         if batch is None:
             return None
         as_written = FlatStep(self._fn, self._static, static, dynamic)
         large = as_written.traced([batch.pad(i, abstract(type_of(array))) for i, array in enumerate(flat.arrays)])
         small = as_written.traced()
-        step = as_written.running(PaddedProgram(program.name, small, large))
+        padded = PaddedProgram(program.name, small, large)
+        step = as_written.running(functools.partial(_run, as_written, padded, batch))
         return batch, _StepOfPaddedBatch(
             step, options=self._options, jit_keywords=self._given_keywords, given=self._given
         )
+
+
+def _run(as_written: FlatStep, padded: PaddedProgram, batch: Batch, *arrays: Any) -> list[Any]:
+    """The step on a padded batch, or on a microbatch of it.
+
+    Raises:
+        ValueError: the microbatch has one row.
+    """
+    if [jax.typeof(array).shape for array in arrays] != [aval.shape for aval in padded.large.in_avals]:
+        types = [abstract(type_of(array)) for array in arrays]
+        padded = PaddedProgram(padded.name, as_written.traced(batch.one_row_less(types)), as_written.traced(types))
+    return padded(*arrays)

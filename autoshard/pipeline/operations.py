@@ -18,7 +18,7 @@ class OperationGraph:
 
     schedule: Schedule
     operations: list[tuple[Task, ...]]
-    inputs: list[list[int]]  # per operation, the operations that it waits for beside the one before it in its row
+    inputs: list[tuple[int, ...]]  # per operation, the operations that it waits for beside the one before it in its row
     devices: list[int]  # per operation
     rows: list[range]  # per device, its operations
 
@@ -66,7 +66,7 @@ def operation_graph(schedule: Schedule, *, fuse: bool = False) -> OperationGraph
             at += 1
         rows.append(range(first, at))
     inputs = [
-        sorted({number[other] for task in group for other in schedule.inputs(task)} - {own})
+        tuple(sorted({number[other] for task in group for other in schedule.inputs(task)} - {own}))
         for own, group in enumerate(operations)
     ]
     return OperationGraph(schedule, operations, inputs, devices, rows)

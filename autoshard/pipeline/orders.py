@@ -5,6 +5,7 @@ A task is one microbatch's forward pass (F), backward pass (B) or weight gradien
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,8 +32,14 @@ class Task(NamedTuple):
         return f"{self.kind}(microbatch {self.microbatch}, virtual stage {self.virtual_stage})"
 
 
-def _task(entry: Iterable[Any]) -> Task:
-    return entry if isinstance(entry, Task) else Task(*entry)
+@functools.lru_cache(maxsize=8192)
+def tasks(kind: str, units: range | tuple[int, ...], stage: int) -> tuple[Task, ...]:
+    """The tasks of one kind of one virtual stage. Schedules share them: those that a search looks at have millions."""
+    return tuple([Task(kind, unit, stage) for unit in units])
+
+
+def _order(entries: Iterable[Iterable[Any]]) -> tuple[Task, ...]:
+    return tuple([entry if isinstance(entry, Task) else Task(*entry) for entry in entries])
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         try:
-            orders = tuple(tuple(map(_task, order)) for order in self.orders)
+            orders = tuple(map(_order, self.orders))
         except TypeError:
             raise ScheduleError(
                 f"the orders of schedule {self.name!r} must be a sequence per device of tasks: "

@@ -34,7 +34,7 @@ def make_plan(
     return PlanData(
         name=program.name,
         mesh=mesh,
-        fingerprint=formulation.fingerprint,
+        fingerprint=formulation.traced.fingerprint,
         arguments=placed[:count],
         results=_typed(program, [choice.placed_result(i) for i in range(len(program.results))], mesh, "results"),
         carried=program.carried,

@@ -30,14 +30,17 @@ class ScheduleFacts:
     """Per device, rows of microbatches in flight in each of its virtual stages: every state that none other exceeds."""
 
     @functools.cached_property
-    def hops(self) -> tuple[list[Hop], list[list[tuple[int, int]]]]:
-        """What results travel, and per operation those that it waits for, each with the number of what it travels."""
+    def hops(self) -> tuple[list[Hop], list[tuple[tuple[int, int], ...]]]:
+        """What results travel, and per operation those that it waits for, each with the number of what it travels.
+
+        Tuples of numbers are none of the garbage collector's business: there are hundreds of thousands.
+        """
         tasks, numbers = [operation[0] for operation in self.graph.operations], dict[Hop, int]()
         waits = [
-            [
+            tuple(
                 (other, numbers.setdefault((task.kind, tasks[other].virtual_stage, task.virtual_stage), len(numbers)))
                 for other in inputs
-            ]
+            )
             for task, inputs in zip(tasks, self.graph.inputs, strict=True)
         ]
         return list(numbers), waits
@@ -100,11 +103,10 @@ def schedule_form(name: str, stages: int, chunks: int) -> ScheduleForm | None:
 def _states(made: Schedule, device: int) -> NDArray[np.int64]:
     """What is in flight on one device after each of its forward tasks; it is let go of with the last task of it."""
     own = [stage for stage, home in enumerate(made.placement) if home == device]
-    column = {stage: i for i, stage in enumerate(own)}
-    last = "W" if made.has_weight_tasks else "B"
-    changes = np.zeros((len(made.orders[device]), len(own)), np.int64)
-    for row, task in enumerate(made.orders[device]):
-        changes[row, column[task.virtual_stage]] = 1 if task.kind == "F" else -1 if task.kind == last else 0
+    kinds, _, stages = zip(*made.orders[device], strict=True)
+    counts = {"F": 1, "B": 0, "W": -1} if made.has_weight_tasks else {"F": 1, "B": -1}
+    changes = np.zeros((len(kinds), len(own)), np.int64)
+    changes[np.arange(len(kinds)), np.searchsorted(own, stages)] = [counts[kind] for kind in kinds]
     # After a forward task that another one follows, less is in flight than after that one.
     forward = changes.sum(axis=1) > 0
     states = np.ascontiguousarray(np.cumsum(changes, axis=0)[forward & ~np.append(forward[1:], False)])
@@ -172,7 +174,7 @@ def simulated(space: StageSpace, choice: PipelineChoice) -> SimulatedChoice | No
     seconds = [seconds_of[task.virtual_stage][task.kind] for task in tasks]
     hops, waits = facts.hops
     travel = [lag.get(hop, 0.0) for hop in hops]
-    lags = [[(other, travel[hop]) for other, hop in inputs] for inputs in waits]
+    lags = [tuple([(other, travel[hop]) for other, hop in inputs]) for inputs in waits]
     starts, _ = start_times(graph.rows, lags, seconds)
     ends = [start + taken for start, taken in zip(starts, seconds, strict=True)]
     work = tuple(sum(seconds[operation] for operation in row) for row in graph.rows)

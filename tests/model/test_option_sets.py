@@ -122,11 +122,15 @@ def test_of_a_call_with_implementations_only_what_is_offered_is_priced():
     rings = [len(place_in(one)) for one in blocks if one.run.name == "ring"]
     assert rings and set(rings) == {len(AXES)}  # what leaves an axis idle is not traced where heads can use it
     assert not any(one.run.name == "ulysses_ring" for one in blocks)  # which splits what one of both splits
+    assert {len(place_in(one)) for one in blocks if not one.run.name} == {0, len(AXES)}  # nor what computes more
     assert all(len(place_in(one)) == len(AXES) for one in every if one.run.name == "ring")
     full = next(place_in(one) for one in every if one.run.name == "ulysses_ring")
     chosen = {axis: full[axis] for axis in AXES[1:]}  # but if it was chosen, it is kept
-    offered = operation_strategies(group, mesh, OptionSet((), {group.index: chosen}, changes=1).choices, chosen)
+    offered = operation_strategies(group, mesh, OptionSet((), {group.index: chosen}, changes=1))
     assert chosen in [place_in(one) for one in offered if one.run.name] and len(offered) < len(every) / 4
+    mixed = OptionSet(growing.coarse_partitions(AXES), {group.index: chosen}, changes=1)
+    hybrid = [place_in(one) for one in operation_strategies(group, mesh, mixed) if one.run.name == "ulysses_ring"]
+    assert hybrid and all(sum(place.get(axis) != chosen.get(axis) for axis in AXES) <= 1 for place in hybrid)
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "h100:2x4", "cpu:8"])

@@ -149,6 +149,29 @@ def test_sequences_and_heads_cost_the_same(machine):
     assert all(one != other for one, other in zip(sequences, priced_runs(machine, ROWS), strict=True))
 
 
+def test_axes_beside_those_of_roles_are_one():
+    """A price is taken for any axes that split a batch alike; sums over the batch run over the axes that are asked."""
+    shape = {"x": 2, "y": 2, "z": 4, "ring": 2}
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    options = options_of(mesh, topology="v5e:4x8")
+    rows, bias = [jax.ShapeDtypeStruct((8, 1024, 8, 64), jnp.float32)] * 3, jnp.zeros((1, 8, 1024, 1024))
+    loss = jax.grad(lambda bias, rows: library.ops.attention(*rows, bias).sum())
+    program = autoshard(loss, mesh=mesh, topology="v5e:4x8").trace(bias, rows)
+    *_, group = (one for one in groups_of(program, rules_for(program), options.backend, shape) if is_call(one))
+    regions = Regions(program, shape, options.topology, options.backend, formulate)
+    known = group.equations[0].params["operation"].priced
+    runs = [Run("ulysses", (("b", axes), ("heads", ("ring",)))) for axes in (("x", "y"), ("z",))]
+    known.clear()
+    shared = [regions.of(group, run) for run in runs]
+    assert len(known) == 1
+    known.clear()
+    assert shared == [shared[0], regions.of(group, runs[1])]
+    assert [{one.axes for one in region.collectives if "ring" not in one.axes} for region in shared] == [
+        {("x", "y")},
+        {("z",)},
+    ]
+
+
 def test_they_are_priced_once():
     mesh = mesh_of({"x": 2, "y": 4})
     rows = [jax.ShapeDtypeStruct((8, 1024, heads, 64), jnp.bfloat16) for heads in (16, 8, 8)]

@@ -235,6 +235,22 @@ def test_batches_of_any_size_train_as_on_one_device():
     assert "11 rows" in plan.warnings[-1] and "16" in plan.warnings[-1]
 
 
+@pytest.mark.parametrize("rows, padded", [(13, 16), (17, 32), (16, 16)])
+def test_padded_batches_run_in_microbatches(rows, padded):
+    """The rows that are added are those of the last microbatches, each of which the devices divide."""
+
+    def step(state, batch, rate):
+        return sgd(state, batch, rate)[:2]
+
+    run = autoshard.autoshard(step, mesh=jax.make_mesh((8,), ("data",)), pad="batch", microbatches=2)
+    state = {"w": jnp.asarray(normal(WIDTH, 2)), "step": jnp.asarray(0)}
+    batch = {"x": normal(rows, WIDTH), "y": normal(rows, 2)}
+    assert_same(jax.tree.leaves(run(state, batch, 0.1)), jax.tree.leaves(jax.jit(step)(state, batch, 0.1)))
+    plan = run.plan(state, batch, 0.1)
+    assert [one.shape[0] for one in plan.arguments if one.name.startswith("batch/")] == [padded] * 2
+    assert run.trace(state, batch, 0.1).microbatches == 2
+
+
 def test_a_plan_that_is_given_is_that_of_the_padded_batch():
     mesh, fixed = jax.make_mesh((8,), ("data",)), {"batch/x": jax.P(), "batch/y": jax.P()}
     state = {"w": jnp.asarray(normal(WIDTH, 2)), "step": jnp.asarray(0)}

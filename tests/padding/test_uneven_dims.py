@@ -10,7 +10,7 @@ from equality import are_equal, assert_equal
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
-from autoshard import ArgumentError, MemoryLimitError, Plan, PlanError, autoshard
+from autoshard import ArgumentError, MemoryLimitError, MicrobatchError, Plan, PlanError, autoshard
 from autoshard.operations.running import Call
 from autoshard.padding.dims import resizing, rewriting
 from autoshard.padding.dims.classes import DimClasses
@@ -170,12 +170,24 @@ def head(weights, x, labels):
 
 def test_a_step_is_padded_where_that_is_faster():
     """State keeps its shapes, and the predicted collectives are the compiled ones."""
-    mesh, args = {"x": 8}, (normal(3, VOCABULARY), normal(7, 3), integers(VOCABULARY, 7))
+    mesh, args = {"x": 8}, (normal(3, VOCABULARY), normal(4, 3), integers(VOCABULARY, 4))
     step = autoshard(head, mesh=mesh_of(mesh), topology=slow_chips(mesh), pad="auto", fixed={"x": P(), "labels": P()})
     plan = step.plan(*args)
     assert any("from 257 to 264" in one for one in plan.warnings)
     assert tally(plan.predicted.collectives) == tally(plan.verify().collectives)
     assert_equal(step(*args), jax.jit(head)(*args))
+
+
+def test_padded_dims_and_microbatches():
+    """The vocabulary is padded in each microbatch; the batch, whose rows they share, is not."""
+    mesh, args = {"x": 8}, (normal(3, VOCABULARY), normal(12, 3), integers(VOCABULARY, 12))
+    how = {"mesh": mesh_of(mesh), "topology": slow_chips(mesh), "fixed": {"x": P(), "labels": P()}}
+    step = autoshard(head, pad="auto", microbatches=2, **how)
+    assert any("from 257 to 264" in one for one in step.plan(*args).warnings)
+    assert step.trace(*args).microbatches == 2
+    assert_equal(step(*args), jax.jit(head)(*args))
+    with pytest.raises(MicrobatchError):
+        autoshard(head, pad="auto", microbatches=5, **how).plan(*args)
 
 
 def test_a_plan_that_is_given_says_what_is_padded(tmp_path):

@@ -58,12 +58,26 @@ class OptionSet:
     ) -> Iterator[tuple[int | None, ...]]:
         """What is offered, in the order in which all of it would stand; the first splits nothing."""
         order = {None: -1} | {factor: i for i, factor in enumerate(factors)}
+        found = self.of_blocks(axes, factors) | self._near(place, axes, factors)
+        known = (one for one in found if all(factor in order for factor in one))
+        return iter(sorted(known, key=lambda one: [order[factor] for factor in one]))
+
+    def of_blocks(self, axes: Sequence[str], factors: Sequence[int]) -> set[tuple[int | None, ...]]:
+        """What the partitions offer."""
         found: set[tuple[int | None, ...]] = {(None,) * len(axes)}
         for partition in self.partitions:
             blocks = [[axis for axis in block if axis in axes] for block in partition]
             for chosen in itertools.product([None, *factors], repeat=len(blocks)):
                 of = {axis: factor for block, factor in zip(blocks, chosen, strict=True) for axis in block}
                 found.add(tuple(of[axis] for axis in axes))
+        return found
+
+    def near(self, group: Group, axes: Sequence[str], factors: Sequence[int]) -> set[tuple[int | None, ...]]:
+        """What lies near the choice of a group."""
+        return self._near(self.groups.get(group.index), axes, factors)
+
+    def _near(self, place: Place | None, axes: Sequence[str], factors: Sequence[int]) -> set[tuple[int | None, ...]]:
+        found: set[tuple[int | None, ...]] = set()
         if place is not None:
             before = tuple(place.get(axis) for axis in axes)
             for changed in itertools.combinations(range(len(axes)), min(self.changes, len(axes))):
@@ -72,8 +86,7 @@ class OptionSet:
                     for i, factor in zip(changed, new, strict=True):
                         made[i] = factor
                     found.add(tuple(made))
-        known = (one for one in found if all(factor in order for factor in one))
-        return iter(sorted(known, key=lambda one: [order[factor] for factor in one]))
+        return found
 
 
 def _place_per_axis(layout: Layout, axes: Sequence[str]) -> tuple[int | None, ...]:

@@ -26,7 +26,7 @@ from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.pricing.ways import WaysToSplit
 from autoshard.model.regions.pricing import REGIONS, Region, Regions
-from autoshard.model.strategies import Choices, Finish, Strategy, every_choice
+from autoshard.model.strategies import Finish, Strategy
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
@@ -133,13 +133,11 @@ class Prices:
     def group(self, group: Group) -> PricedStrategies:
         """Every strategy of `group` with its seconds per step."""
         key: tuple = self._signature(group)
-        choices: Choices = every_choice
         if self.offered is not None:
-            key, choices = (key, self.offered.key(group)), self.offered.choices
+            key = key, self.offered.key(group)
         if key not in self._groups:
             self.memo.tick()
-            near = None if self.offered is None else self.offered.groups.get(group.index)
-            strategies, wants, leaves = self.ways.of(group, choices, near)
+            strategies, wants, leaves = self.ways.of(group, self.offered)
             seconds = self._seconds(group, strategies, wants, leaves)
             self._groups[key] = PricedStrategies(strategies, seconds, wants, leaves)
         return self._groups[key]
@@ -215,7 +213,8 @@ class Prices:
         Read is, turn by turn, what a loop could keep in the chip if it were not gathered.
         """
         seconds = self.writing(value, source) if value.id in self.instead and source != target else 0.0
-        seconds += self._clearing(value) * self._leaves_slices(source, target)
+        if clearing := self._clearing(value):
+            seconds += clearing * self._leaves_slices(source, target)
         return seconds + self._fetching(value, source, target, readers)
 
     def _fetching(self, value: Value, source: Layout, target: Layout, readers: Readers) -> float:
@@ -455,21 +454,15 @@ class Prices:
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""
-
-        def sizes(value: Value) -> tuple:
-            image_dims = self.images.get(value.id)
-            width = self.widths.summed(value), self.widths.stored(value)
-            return value.shape, image_dims, value.on_host, *width, self.work.kept_share(value)
-
-        place = itertools.count()
+        figures, place = self.work.figures, itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
         return (
             tuple(
-                tuple((places[value.id], *sizes(value)) for value in self.work.read_instead(use.value))
+                tuple((places[value.id], *figures(value)) for value in self.work.read_instead(use.value))
                 for use in group.uses
             ),
-            tuple((sizes(use.value), use.dims) for use in group.uses),
-            tuple((sizes(made.value), made.dims) for made in group.outputs),
+            tuple((figures(use.value), use.dims) for use in group.uses),
+            tuple((figures(made.value), made.dims) for made in group.outputs),
             tuple(group.sizes.items()),
             tuple(sorted(group.splittable)),
             group.reduction,

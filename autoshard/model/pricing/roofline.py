@@ -36,6 +36,7 @@ class GroupWork:
     ) -> None:
         self.arrays, self.topology = arrays, topology
         self.instead = instead  # values that their readers make again -> what they read for it
+        self._figures: dict[int, tuple] = {}  # by ids of values
         self.kept = kept  # what can stay in the chip while a loop turns -> bytes of all that can in its loop
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
@@ -76,6 +77,14 @@ class GroupWork:
         roofline = compute_seconds(work, through, compute_dtype(group.equations), self.topology)
         found: list[float] = np.broadcast_to(least + np.maximum(roofline, in_units), work.shape).tolist()
         return found
+
+    def figures(self, value: Value) -> tuple:
+        """What of a value decides what the work of groups takes that read it or make it."""
+        if value.id not in self._figures:
+            widths = self.arrays.widths.summed(value), self.arrays.widths.stored(value)
+            image_dims = self.arrays.images.get(value.id)
+            self._figures[value.id] = value.shape, image_dims, value.on_host, *widths, self.kept_share(value)
+        return self._figures[value.id]
 
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from autoshard.layout import Layout, MeshShape
 from autoshard.model.groups import Group
+from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.memo import Memo
 from autoshard.model.regions.strategies import is_call, operation_strategies
-from autoshard.model.strategies import Choices, Strategy, every_choice, strategies_of, unsummed_key
+from autoshard.model.strategies import Strategy, strategies_of, unsummed_key
 from autoshard.model.xla.backends import Backend
 
 _Layouts = tuple[tuple[Layout, ...], ...]  # per use or output of a group, that of each strategy
@@ -26,23 +27,21 @@ class WaysToSplit:
         self._mesh, self._backend, self._memo, self._of_calls = mesh, backend, memo, of_calls
         self._known: dict[tuple, Ways] = {}
 
-    def of(self, group: Group, choices: Choices = every_choice, near: Mapping[str, int] | None = None) -> Ways:
-        """The strategies of a group that are offered, in time.
-
-        Args:
-            near: as for `operation_strategies`.
-        """
+    def of(self, group: Group, offered: OptionSet | None = None) -> Ways:
+        """The strategies of a group, or those that are offered, in time."""
         if is_call(group):
-            return self._in_time(operation_strategies(group, self._mesh, choices, near, self._of_calls))
-        key = unsummed_key(group) if choices is every_choice else None
+            return self._in_time(operation_strategies(group, self._mesh, offered, self._of_calls))
+        if offered is not None:
+            return self._in_time(strategies_of(group, self._mesh, self._backend, offered.choices))
+        key = unsummed_key(group)
         if key is None:
-            return self._in_time(strategies_of(group, self._mesh, self._backend, choices))
+            return self._in_time(strategies_of(group, self._mesh, self._backend))
         if key not in self._known:
             self._known[key] = self._in_time(strategies_of(group, self._mesh, self._backend))
         return self._known[key]
 
-    def _in_time(self, offered: Iterable[Strategy]) -> Ways:
-        strategies = self._memo.in_time(offered)
+    def _in_time(self, found: Iterable[Strategy]) -> Ways:
+        strategies = self._memo.in_time(found)
         wants = tuple(map(self._memo.one, zip(*(one.operand_layouts for one in strategies), strict=True)))
         leaves = tuple(map(self._memo.one, zip(*(one.output_layouts for one in strategies), strict=True)))
         return strategies, wants, leaves

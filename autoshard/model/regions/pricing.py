@@ -165,26 +165,32 @@ class Regions:
     def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
         """What the devices run of one call; without the sums of a split by the rule alone.
 
-        It is found once for all axes that do the same, and named.
+        It is found once for all axes that do the same. Those that split a factor beside the roles of an implementation
+        are one to it, however many they are.
         """
         call = Call.of(equation, rule_of(equation))
-        together = call.interchangeable(run)
-        in_order = sorted((role, names) for role, names in run.roles if role not in together)
-        axes = tuple(itertools.chain(*(names for _, names in in_order)))
-        roles = tuple((role, tuple(self.mesh[axis] for axis in names)) for role, names in in_order) if run.name else ()
+        together, own = call.interchangeable(run), call.own_roles(run)
+        in_order = sorted((role, axes) for role, axes in run.roles if run.name and role not in together)
+        cuts = tuple(
+            (role, tuple(self.mesh[axis] for axis in axes) if role in own else shards(axes, self.mesh))
+            for role, axes in in_order
+        )
         types = tuple(x.dtype for x in equation.inputs)
         sizes = self._sizes(call, run, together)
-        key = call.static, call.batched, call.precision, shares, types, sizes, run.name, roles, self.machine
+        key = call.static, call.batched, call.precision, shares, types, sizes, run.name, cuts, self.machine
         known = call.operation.priced
         if key not in known:
-            known[key] = self._traced(call, run, equation, shares), axes
-        region, names = known[key]
-        renamed = dict(zip(names, axes, strict=True)) if run.name else {}
-        collectives = (
-            replace(one, axes=tuple(axis for axis in self.mesh if axis in {renamed[axis] for axis in one.axes}))
-            for one in region.collectives
-        )
-        return replace(region, collectives=tuple(collectives))
+            known[key] = self._traced(call, run, equation, shares), in_order
+        region, before = known[key]
+        renamed: dict[str, tuple[str, ...]] = {}
+        for (role, axes), (_, names) in zip(in_order, before, strict=True):
+            renamed |= {name: (axes[i],) if role in own else axes for i, name in enumerate(names)}
+
+        def over(one: RegionCollective) -> RegionCollective:
+            axes = {axis for name in one.axes for axis in renamed[name]}
+            return replace(one, axes=tuple(axis for axis in self.mesh if axis in axes))
+
+        return replace(region, collectives=tuple(map(over, region.collectives)))
 
     def _sizes(self, call: Call, run: Run, together: Set[str]) -> tuple[tuple[str, int], ...]:
         """Factor -> its size on one device, of interchangeable ones the product: they say the shapes there."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from autoshard.layout import MeshShape
 from autoshard.model.groups import Group
-from autoshard.model.strategies import Choices, Strategy, every_choice
+from autoshard.model.option_sets.option_set import OptionSet
+from autoshard.model.strategies import Strategy
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.running import Call
 from autoshard.operations.split import Run
@@ -20,42 +20,35 @@ def is_call(group: Group) -> bool:
 
 
 def operation_strategies(
-    group: Group,
-    mesh: MeshShape,
-    choices: Choices = every_choice,
-    near: Mapping[str, int] | None = None,
-    known: dict[int, list[Strategy]] | None = None,
+    group: Group, mesh: MeshShape, offered: OptionSet | None = None, known: dict[int, list[Strategy]] | None = None
 ) -> list[Strategy]:
     """Every strategy of a call of an operation, or those that are offered; the first splits nothing.
 
-    An implementation is traced to be priced. So one that leaves axes idle is left out where it can use them, too. Of
-    blocks of axes, before it is known near which strategies to look, one with several roles is left out where another
-    one splits the same with fewer.
+    A call is traced to be priced. So an implementation that leaves axes idle is left out where it can use them, too. Of
+    what is offered as blocks of axes alone, and not near a choice, the function itself is, unless it splits nothing;
+    and an implementation with several roles is left out where another one splits the same with fewer.
 
     Args:
-        near: mesh axis -> factor in the strategy near which the offered ones lie; it is kept.
         known: of calls, by their equations: all that the mesh allows, whatever is offered. This call adds to it.
     """
     (equation,) = group.equations
     known = {} if known is None else known
     if equation.index not in known:
         known[equation.index] = _every_strategy(group, mesh)
-    found = known[equation.index]
-    call = Call.of(equation, rule_of(equation))
-    places = list(map(_place, found))
-    if choices is not every_choice:
-        offered = _offered(places, group, mesh, choices)
-        if near is None:
-            counts = [len(call.own_roles(one.run)) for one in found if one.run]
-            offered = _simplest(list(zip(places, counts, strict=True)), offered)
-        found, places = list(itertools.compress(found, offered)), list(itertools.compress(places, offered))
+    found, chosen = known[equation.index], None
+    near = [True] * len(found)
+    if offered is not None:
+        found, near = _offered(found, group, mesh, offered)
+        chosen = offered.groups.get(group.index)
     used = {(one.run.name, frozenset(_roles(one.run).items())) for one in found if one.run}
 
-    def is_idle(run: Run) -> bool:
+    def is_idle(strategy: Strategy, is_near: bool) -> bool:
+        run = strategy.run
+        if run is None or not run.roles or (is_near and not run.name) or _place(strategy) == chosen:
+            return False
         return any(name == run.name and _roles(run).items() < others for name, others in used)
 
-    pairs = zip(found, places, strict=True)
-    return [one for one, place in pairs if not (one.run and one.run.name and place != near and is_idle(one.run))]
+    return [one for one, is_near in zip(found, near, strict=True) if not is_idle(one, is_near)]
 
 
 def _every_strategy(group: Group, mesh: MeshShape) -> list[Strategy]:
@@ -72,26 +65,26 @@ def _every_strategy(group: Group, mesh: MeshShape) -> list[Strategy]:
     return found
 
 
-def _offered(places: list[dict[str, int]], group: Group, mesh: MeshShape, choices: Choices) -> list[bool]:
-    """Per strategy, whether it is offered."""
+def _offered(
+    found: Sequence[Strategy], group: Group, mesh: MeshShape, offered: OptionSet
+) -> tuple[list[Strategy], list[bool]]:
+    """The strategies that are offered, and of each whether it lies near a choice."""
+    call = Call.of(group.equations[0], rule_of(group.equations[0]))
     axes = [axis for axis, size in mesh.items() if size > 1]
-    factors = sorted({factor for place in places for factor in place.values()})
-    offered = set(choices(group, axes, factors))
-    return [tuple(place.get(axis) for axis in axes) in offered for place in places]
-
-
-def _simplest(runs: Sequence[tuple[dict[str, int], int]], offered: Sequence[bool]) -> list[bool]:
-    """Of those that are offered, the ones that have the fewest roles of all implementations that split the same.
-
-    Args:
-        runs: per strategy, how it splits, and how many roles its implementation has in it; 0 for the function itself.
-    """
-    keys = [(frozenset(place.items()), roles) for place, roles in runs]
-    fewest: dict[frozenset, int] = {}
-    for place, roles in itertools.compress(keys, offered):
-        if roles:
-            fewest[place] = min(roles, fewest.get(place, roles))
-    return [flag and roles <= fewest.get(place, 0) for flag, (place, roles) in zip(offered, keys, strict=True)]
+    factors = sorted({factor for strategy in found for factor in _place(strategy).values()})
+    blocks, near = offered.of_blocks(axes, factors), offered.near(group, axes, factors)
+    places = [tuple(map(_place(strategy).get, axes)) for strategy in found]
+    roles = [len(call.own_roles(strategy.run)) if strategy.run else 0 for strategy in found]
+    fewest: dict[tuple, int] = {}  # how a call is split -> roles of the simplest implementation that does it
+    for place, count in zip(places, roles, strict=True):
+        if count:
+            fewest[place] = min(count, fewest.get(place, count))
+    kept = [
+        (strategy, place in near)
+        for strategy, place, count in zip(found, places, roles, strict=True)
+        if place in near or (place in blocks and count <= fewest.get(place, 0))
+    ]
+    return [strategy for strategy, _ in kept], [is_near for _, is_near in kept]
 
 
 def _place(strategy: Strategy) -> dict[str, int]:

@@ -156,7 +156,7 @@ def _by_heads(x: jax.Array, groups: int, heads: int) -> jax.Array:
 def _logits(query: jax.Array, key: jax.Array, seeing: Visibility, scale: float) -> tuple[jax.Array, jax.Array | None]:
     """Logits of a block, masked ones `MASKED`, and which are seen."""
     _, _, g, r, _ = query.shape
-    found = _product("bsgd,btgrd->bgrts", key, query, wide(query)) * scale
+    found = _scaled(_product("bsgd,btgrd->bgrts", key, query, wide(query)), scale)
     if (added := seeing.added()) is not None:
         found = found + _by_heads(added, g, r).astype(found.dtype)
     seen = seeing.seen()
@@ -174,6 +174,10 @@ def _product(notation: str, one: jax.Array, other: jax.Array, dtype: Any) -> jax
     """`jnp.einsum` of two arrays, in a wider type."""
     dims, order = _dims_of_product(notation)
     return lax.transpose(lax.dot_general(one, other, dims, preferred_element_type=dtype), order)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    return lax.mul(x, x.dtype.type(scale))
 
 
 @functools.cache
@@ -240,8 +244,8 @@ def gradients_of_block(
     if seen is not None:
         of_logits = _where(seen, of_logits, 0.0)
     narrow = lax.convert_element_type(of_logits, query.dtype)
-    of_query = _product("bsgd,bgrts->btgrd", key, narrow, dtype) * scale
-    of_key = _product("btgrd,bgrts->bsgd", query, narrow, dtype) * scale
+    of_query = _scaled(_product("bsgd,bgrts->btgrd", key, narrow, dtype), scale)
+    of_key = _scaled(_product("btgrd,bgrts->bsgd", query, narrow, dtype), scale)
     of_value = _product("btgrv,bgrts->bsgv", saved.cotangent, lax.convert_element_type(weights, value.dtype), dtype)
     return of_query, of_key, of_value, of_logits
 
@@ -327,7 +331,7 @@ def _put(x: jax.Array, new: jax.Array, start: Any, dim: int) -> jax.Array:
 
 
 def _added_to(x: jax.Array, more: jax.Array, start: Any, dim: int) -> jax.Array:
-    return _put(x, _cut(x, start, more.shape[dim], dim) + more, start, dim)
+    return _put(x, lax.add(_cut(x, start, more.shape[dim], dim), more), start, dim)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "blocks"), inline=True)

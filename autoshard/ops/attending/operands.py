@@ -177,8 +177,10 @@ def saved_of(output: Any, statistics: Any, cotangent: Any, of_statistics: Any, g
     """
     two, b, n, t = statistics.shape
     m, l = statistics.reshape(two, b, groups, n // groups, t)  # noqa: E741
-    wide_rows = (by_groups(x, groups).astype(wide(output)) for x in (output, cotangent))
-    delta = jnp.einsum("btgrv,btgrv->bgrt", *wide_rows) - l * of_statistics[1].reshape(l.shape)
+    made, of_made = (by_groups(x, groups).astype(wide(output)) for x in (output, cotangent))
+    rows = (0, 2, 3, 1)
+    delta = lax.dot_general(made, of_made, (((4,), (4,)), (rows, rows)), preferred_element_type=wide(output))
+    delta = lax.sub(delta, lax.mul(l, of_statistics[1].reshape(l.shape)))
     return SoftmaxResiduals(m, l, delta, by_groups(cotangent, groups))
 
 

@@ -46,11 +46,15 @@ class DimClasses:
             node, parent = parent, self._parents[parent]
         return parent
 
+    def members(self, root: Node) -> int:
+        """How many members a class has; 0 where the sizes of its dims are no multiples of one."""
+        return self._members.get(root, 0)
+
     def uneven(self, mesh: Mapping[str, int]) -> dict[Node, PaddedClass]:
         """The classes that products have and that devices do not divide, by their roots; most work first."""
         found = {}
         for root in sorted(self._work, key=lambda one: -self._work[one]):
-            members = self._members.get(root, 0)
+            members = self.members(root)
             if members > 1 and (padded := padded_rows(members, mesh)) > members:
                 found[root] = PaddedClass(members, padded)
         return found
@@ -127,3 +131,13 @@ def _led_by(factor: str, tensors: Sequence[tuple[Any, Any]]) -> Iterator[tuple[N
             for dim, factors in enumerate(dims):
                 if factors[:1] == (factor,):
                     yield (id(atom), dim), shape_of(atom)[dim]
+
+
+def variables_of(closed: ClosedJaxpr) -> Iterator[Any]:
+    """All variables of a jaxpr and of the bodies of its loops and calls, in the order of its equations."""
+    yield from (*closed.jaxpr.invars, *closed.jaxpr.constvars)
+    for eqn in equations_of(closed.jaxpr):
+        yield from eqn.outvars
+        body = eqn.params["jaxpr"] if eqn.primitive.name == "scan" else called_jaxpr(eqn)
+        if body is not None:
+            yield from variables_of(body)

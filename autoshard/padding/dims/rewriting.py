@@ -25,7 +25,7 @@ from autoshard.jaxprs import (
     scan_counts,
     written_at,
 )
-from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass
+from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass, variables_of
 from autoshard.padding.dims.padded_equations import padded_equation
 from autoshard.padding.dims.resizing import resized
 from autoshard.padding.operations import shape_of
@@ -88,8 +88,21 @@ class UnevenStep:
             padded: classes by their roots.
             carried: results that take the place of an argument in the next step.
         """
-        self.closed, self.classes, self.padded = closed, classes, padded
+        self.closed, self.classes, self.padded, self.carried = closed, classes, padded, carried
         self.updates = _updates(closed, carried)
+
+    def traced_as(self, closed: ClosedJaxpr) -> UnevenStep:
+        """The same classes padded in another trace of the step, as in that of a microbatch, which has fewer rows.
+
+        Raises:
+            ValueError: the traces differ in more than the sizes of other dims.
+        """
+        classes = DimClasses(closed)
+        known = dict(zip(map(id, variables_of(self.closed)), map(id, variables_of(closed)), strict=True))
+        padded = {classes.root((known[var], dim)): one for (var, dim), one in self.padded.items()}
+        if any(classes.members(root) != one.members for root, one in padded.items()):
+            raise ValueError("a dim that is padded has fewer rows")
+        return UnevenStep(closed, classes, padded, self.carried)
 
     def __call__(self, *arrays: Any) -> list[Any]:
         """The results, of the shapes as written."""

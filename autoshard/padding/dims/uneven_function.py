@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 
 from autoshard.arrays.arguments import type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
-from autoshard.errors import MemoryLimitError, PlanError
+from autoshard.errors import MemoryLimitError, MicrobatchError, PlanError
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass
@@ -88,23 +89,31 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
         ways += [{root: one} for root, one in uneven if len(uneven) > 1]
         options = replace(self._options, time_limit=self._options.time_limit / len(ways))  # one limit for all of them
         best: tuple[float, Chosen] | None = None
-        errors: list[MemoryLimitError | PlanError] = []
+        errors: list[MemoryLimitError | MicrobatchError | PlanError] = []
         for padded in ways:
-            fn = as_written.running(UnevenStep(closed, classes, padded, carried)) if padded else self._fn
+            uneven_step = UnevenStep(closed, classes, padded, carried)
+            fn = as_written.running(functools.partial(_run, as_written, uneven_step)) if padded else self._fn
             kind = _StepOfPaddedDims if padded else ShardedFunction
             step = kind(fn, options=options, jit_keywords=self._given_keywords, given=self._given)
             try:
                 plan = step.plan(*args, **kwargs)
-            except (MemoryLimitError, PlanError) as error:
+            except (MemoryLimitError, MicrobatchError, PlanError) as error:
                 if isinstance(error, PlanError) and self._given is None:
                     raise
-                errors.append(error)  # a given plan is of one of the ways
+                errors.append(error)  # a given plan is of one of the ways; in microbatches the batch cannot be padded
                 continue
             if best is None or plan.predicted.step_seconds < best[0]:
                 best = plan.predicted.step_seconds, (step, _remark(padded.values()))
         if best is None:
             raise errors[0]
         return best[1]
+
+
+def _run(as_written: FlatStep, step: UnevenStep, *arrays: Any) -> list[Any]:
+    """The padded step on arrays, which in a microbatch have fewer rows than those that it was traced for."""
+    if [jax.typeof(array).shape for array in arrays] != [aval.shape for aval in step.closed.in_avals]:
+        step = step.traced_as(as_written.traced(arrays))
+    return step(*arrays)
 
 
 def _remark(padded: Any) -> str:

@@ -6,10 +6,10 @@ al. 2023), interleaved 1F1B (Megatron-LM, arXiv:2104.04473), breadth-first (Lamy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain as joined
 
-from autoshard.pipeline.orders import Schedule, Task, chain
+from autoshard.pipeline.orders import Schedule, Task, chain, tasks
 
 
 def loop_placement(stages: int, chunks: int) -> tuple[int, ...]:
@@ -41,11 +41,6 @@ def alternate(forward: Sequence[Task], backward: Sequence[Task], warmup: int) ->
     return (*forward[:warmup], *joined.from_iterable(pairs), *backward[len(forward) - warmup :])
 
 
-def tasks(kind: str, microbatches: Iterable[int], stage: int) -> list[Task]:
-    """The tasks of one kind of one virtual stage."""
-    return [Task(kind, microbatch, stage) for microbatch in microbatches]
-
-
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forward tasks, then all backward tasks."""
     every = range(microbatches)
@@ -73,12 +68,13 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     orders = []
     for device in range(stages):
         forward, backward = (
-            [
-                Task(kind, microbatch, chunk * stages + device)
-                for first in groups
-                for chunk in chunk_order
-                for microbatch in range(first, first + stages)
-            ]
+            tuple(
+                joined.from_iterable(
+                    tasks(kind, range(first, first + stages), chunk * stages + device)
+                    for first in groups
+                    for chunk in chunk_order
+                )
+            )
             for kind, chunk_order in (("F", range(chunks)), ("B", range(chunks)[::-1]))
         )
         orders.append(alternate(forward, backward, (chunks - 1) * stages + 2 * (stages - device - 1)))
@@ -89,8 +85,10 @@ def looped_breadth_first(stages: int, microbatches: int, chunks: int) -> Schedul
     """All microbatches through one chunk, then all through the next."""
     every = range(microbatches)
     orders = [
-        [task for chunk in range(chunks) for task in tasks("F", every, chunk * stages + device)]
-        + [task for chunk in reversed(range(chunks)) for task in tasks("B", every, chunk * stages + device)]
+        [
+            *joined.from_iterable(tasks("F", every, chunk * stages + device) for chunk in range(chunks)),
+            *joined.from_iterable(tasks("B", every, chunk * stages + device) for chunk in reversed(range(chunks))),
+        ]
         for device in range(stages)
     ]
     return _schedule("looped_bfs", microbatches, orders, chunks)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoshard.pipeline.catalogue.one_direction import alternate, one_forward_one_backward, tasks
-from autoshard.pipeline.orders import Eviction, Schedule, Task, chain
+from autoshard.pipeline.catalogue.one_direction import alternate, one_forward_one_backward
+from autoshard.pipeline.orders import Eviction, Schedule, Task, chain, tasks
 
 
 def graph(microbatches: int, predecessors: Sequence[Sequence[int]]) -> Schedule:
@@ -37,7 +37,7 @@ def sliced(name: str, stages: int, microbatches: int, slices: int, *, interleave
     the other slices in addition.
     """
     units = range(microbatches * slices)
-    back = [first + i for first in range(0, len(units), slices) for i in reversed(range(slices))]
+    back = tuple(first + i for first in range(0, len(units), slices) for i in reversed(range(slices)))
     orders = []
     for stage in range(stages):
         warmup = stages - stage - 2 + slices if interleave else len(units)

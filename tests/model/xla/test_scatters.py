@@ -77,6 +77,7 @@ PARTS = [
     ((4, 1664), 1),
 ]
 PARTS += [
+    ((4096, 64), 1),
     ((16384,), 0),
     ((1024,), 0),
     ((128, 256), 0),
@@ -126,6 +127,34 @@ def test_a_slice_that_fills_no_tiles_is_caught(monkeypatch):
     pytest.importorskip("libtpu")
     monkeypatch.setattr("autoshard.model.xla.scatters.fills_tiles", lambda *_: True)
     assert disagreements("v5e:2x4", {"x": 8})
+
+
+def with_rows_added(sizes: dict[str, int], machine: str, words: int, width: int) -> set[str]:
+    """The kinds of collectives of a table's sum, split by columns, to which rows are added at computed positions."""
+    mesh = target_mesh(machine, sizes)
+    split = NamedSharding(mesh, P(None, tuple(sizes)))
+
+    def local(rows, ids, scores, inputs):
+        summed = scattered_sum(jnp.einsum("nw,nd->wd", scores, inputs), tuple(sizes), 1, sizes)
+        return summed + jnp.zeros_like(summed).at[ids].add(rows)
+
+    parts = P(None, tuple(sizes)), P(), P(tuple(sizes)), P(tuple(sizes))
+    table = jax.shard_map(local, mesh=mesh, in_specs=parts, out_specs=split.spec, check_vma=False)
+    shapes = (1024, width), (1024,), (1024, words), (1024, width)
+    dtypes = jnp.float32, jnp.int32, jnp.float32, jnp.float32
+    put = [NamedSharding(mesh, spec) for spec in parts]
+    arrays = [jax.ShapeDtypeStruct(*one, sharding=at) for *one, at in zip(shapes, dtypes, put, strict=True)]
+    hlo = jax.jit(table, out_shardings=split).lower(*arrays).compile().as_text()
+    return {one.kind for one in read_collectives(hlo, sizes, device_ids=[one.id for one in mesh.devices.flat])}
+
+
+@pytest.mark.parametrize("words, width", [(4096, 256), (6272, 768)])
+def test_a_tied_table_whose_columns_fill_no_lanes(words, width, monkeypatch):
+    """The gradient of a tied embedding: rows are added to what is scattered, which libtpu then turns."""
+    pytest.importorskip("libtpu")
+    assert with_rows_added({"x": 4, "y": 2}, "v5e:2x4", words, width) == {"reduce_scatter"}
+    monkeypatch.setattr(form, "tiled_width", lambda *_, **__: 0)
+    assert "all_reduce" in with_rows_added({"x": 4, "y": 2}, "v5e:2x4", words, width)
 
 
 @pytest.mark.parametrize("shape, dim", PARTS)

@@ -1,5 +1,6 @@
 """What single operations hold on GPU beside operands and results, and how many kernels they are, as XLA has it."""
 
+import importlib.util
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -135,6 +136,16 @@ def test_recorded_figures_are_those_of_the_compiler(monkeypatch, name):
     one, found = HELD[name], planned(name).verify(TARGET)
     assert found.actual_peak == one.peak
     assert one.kernels in (None, round(found.schedule.step_seconds / operations.KERNEL_SECONDS))
+
+
+@pytest.mark.parametrize("summed, is_library", [(1, False), (3, True)])
+def test_an_outer_product_is_no_call_of_a_library(summed, is_library):
+    """XLA multiplies in a fusion, as in the gradient of a solve, and gives cuBLAS no room."""
+    shapes = array(512, summed), array(summed, 512)
+    made = plan(lambda x, y: jnp.tanh(x @ y), *shapes, mesh=MESH, topology=TARGET, fixed={"*": WHOLE})
+    assert (made.predicted.peak_bytes > 2**25) == is_library
+    if importlib.util.find_spec("jax_cuda13_plugin"):
+        assert (made.verify(TARGET).actual_peak > 2**25) == is_library
 
 
 def test_channels_that_lie_as_they_are_read_are_not_copied():
