@@ -211,8 +211,6 @@ def _of_cublas(shards: ShardBytes) -> float:
     tensors = (*equation.inputs[:2], equation.outputs[0])
     if not jnp.issubdtype(tensors[-1].dtype, jnp.inexact):
         return 0.0
-    if jnp.issubdtype(tensors[-1].dtype, jnp.complexfloating):
-        return _CUBLAS_WORKSPACE_BYTES
     sizes = (*shards.operands[:2], shards.whole)
     elements = [size / value.dtype.itemsize for value, size in zip(tensors, sizes, strict=True)]
     pieces = [math.prod(value.shape) / max(1.0, size) for value, size in zip(tensors, elements, strict=True)]
@@ -226,7 +224,8 @@ def _of_cublas(shards: ShardBytes) -> float:
     multiplied = math.sqrt(left * right * made / batches**3)  # rows x columns x summed
     summed = multiplied / max(1.0, rows * columns)
     is_elementwise = min(rows, columns, summed) < 1.5  # XLA multiplies with a vector, or two of them, in a fusion
-    is_small = multiplied <= _MOST_LOOPED_PRODUCT and tensors[-1].dtype.itemsize >= 4
+    is_complex = jnp.issubdtype(tensors[-1].dtype, jnp.complexfloating)
+    is_small = multiplied <= _MOST_LOOPED_PRODUCT and tensors[-1].dtype.itemsize >= 4 and not is_complex
     return 0.0 if is_elementwise or is_small else _CUBLAS_WORKSPACE_BYTES
 
 

@@ -46,6 +46,10 @@ def sums_apart(patch):
     patch.setattr(library_kernels, "_MOST_SUMMED_AT_ONCE", 1)
 
 
+def adds_nothing(patch):
+    patch.setattr(library_kernels, "_AROUND", {})
+
+
 def normalises_nothing(patch):
     fusion = replace(backends.H100.fusion, normalises=False)
     patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "h100": replace(backends.H100, fusion=fusion)})
@@ -59,6 +63,7 @@ KERNELS = {  # function of what shapes, kernels of the compiled program, and a f
     "a product and a bias": (lambda x, w, b: jax.nn.relu(x @ w + b), [STATE, WEIGHTS, f32(512)], 1, ends_in_nothing),
     "a sum of many": (lambda x: x.sum(), [f32(256, 256)], 2, sums_at_once),
     "a sum of few": (lambda x: x.sum(), [f32(64, 64)], 1, sums_apart),
+    "a series": (jax.lax.igamma, [f32(16, 16)] * 2, 17, adds_nothing),
     "a norm of rows": (layer_norm, [f32(64, 1024)], 1, normalises_nothing),
 }
 

@@ -16,7 +16,15 @@ from autoshard.program import Equation
 
 # Beside the library's own, and beside one for each operand that is an argument.
 _AROUND_MATRICES = {"eigh": 2, "householder_product": 1, "lu": 2, "qr": 4, "svd": 2, "triangular_solve": 1}
-_AROUND = {"approx_top_k": 2, "ragged_dot_general": 1, "select_and_scatter_add": 2, "top_k": 2, "tridiagonal_solve": 2}
+_OF_SERIES = {"igamma": 16, "igamma_grad_a": 18, "igammac": 16, "regularized_incomplete_beta": 805}  # loops turn once
+_AROUND = {
+    **_OF_SERIES,
+    "approx_top_k": 2,
+    "ragged_dot_general": 1,
+    "select_and_scatter_add": 2,
+    "top_k": 2,
+    "tridiagonal_solve": 2,
+}
 _OF_STATE, _OF_WORDS = 1, 1  # of a generator: its next state, and words that are made apart before they are joined
 _MOST_WORDS_AT_ONCE = {
     "RNG_THREE_FRY": 2**17
