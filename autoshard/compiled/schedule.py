@@ -7,11 +7,14 @@ it on the same mesh axes are done.
 Some collectives start in one instruction and end in another: a ``-start`` and a ``-done``; between slices a ``send``
 and a ``recv-done``; or the first and the last fusion that the collective stands in. Such a collective runs beside all
 that is between the two instructions. For any other collective the device waits. So it is with what moves to the host's
-memory and back, each way over a link of its own.
+memory and back, each way over a link of its own. So it is, too, with what a TPU copies between its memory and the
+chip's own beside what it computes: XLA writes no cycles on that. It takes what memory takes for its bytes, and waiting
+for it counts as computing.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ from typing import NamedTuple
 
 from autoshard.compiled.collectives import Part, collectives_in, rendezvous
 from autoshard.compiled.host_transfers import host_transfer
-from autoshard.compiled.module import Instruction, Module, attribute, max_elements, operands
+from autoshard.compiled.module import Instruction, Module, attribute, max_elements, operands, shape_bytes
 from autoshard.compiled.roofline import Roofline
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
@@ -29,8 +32,8 @@ from autoshard.mesh.topology import Topology
 
 # Opcodes whose time XLA writes on the instruction where it knows it. What only moves inside the chip may have none.
 _COMPUTES = frozenset({
-    "convolution", "custom-call", "dot", "fft", "fusion", "gather", "reduce", "reduce-window", "rng", "scatter",
-    "select-and-scatter", "sort",
+    "convolution", "custom-call", "dot", "fft", "fusion", "gather", "reduce", "reduce-window", "reverse", "rng",
+    "rng-bit-generator", "scatter", "select-and-scatter", "sort",
 })  # fmt: skip
 _MOVES = ("AllocateBuffer", "ConcatBitcast", "X64Combine", "X64SplitHigh", "X64SplitLow")  # custom calls
 
@@ -66,9 +69,11 @@ def schedule_of(
     """
     module = Module.of(hlo_text)
     lasts = Roofline(module, topology).seconds if clock is None else lambda _, one: one.cycles / clock
-    simulation = _Simulation(module, mesh_shape, topology, lasts)
+    simulation = _Simulation(module, mesh_shape, topology, lasts, skips_conditions=clock is None)
     simulation.place(collectives_in(module, hlo_text, mesh_shape, device_ids=device_ids))
     simulation.place_host_transfers()
+    if clock is not None:
+        simulation.place_copies()
     simulation.run(module.entry, 1)
     exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
     unestimated = () if clock is None else tuple(dict.fromkeys(_unestimated(module)))
@@ -87,6 +92,8 @@ def _unestimated(module: Module) -> Iterator[str]:
 
 
 _TO_HOST, _FROM_HOST = "<to host>", "<from host>"  # links beside those of mesh axes
+_MEMORY = "<memory>"  # as well, and the kind of what it copies
+_ARRAY_IN_PLACE = re.compile(r"[a-z]+\d*[a-z0-9]*\[[\d,<=]+\](?:\{[^{}]*\})?")  # with its memory space, if it says one
 _Lasts = Callable[[str, Instruction], float]  # computation and instruction of it -> seconds of one run
 
 
@@ -100,9 +107,30 @@ class _Span(NamedTuple):
     end: str
 
 
+def _copied_bytes(start: Instruction) -> int:
+    """Bytes that memory reads and writes for an array, or part of it, that is copied beside what is computed.
+
+    >>> _copied_bytes(Instruction("c", "(f32[8,4]{1,0:S(1)}, f32[8,4]{1,0}, u32[]{:S(2)})", "copy-start", "%a)"))
+    128
+    """
+    if start.opcode not in ("copy-start", "slice-start"):
+        return 0
+    places = _ARRAY_IN_PLACE.findall(start.shape)
+    if any("S(5)" in place for place in places):  # to or from the host
+        return 0
+    return min(map(shape_bytes, places), default=0) * sum("S(" not in place for place in places)
+
+
 class _Simulation:
-    def __init__(self, module: Module, mesh_shape: MeshShape, topology: Topology, lasts: _Lasts):
+    def __init__(
+        self, module: Module, mesh_shape: MeshShape, topology: Topology, lasts: _Lasts, *, skips_conditions: bool
+    ):
+        """
+        Args:
+            skips_conditions: whether nobody asks if a loop of a known number of turns goes on, as the runtime of GPUs.
+        """
         self.module, self.mesh_shape, self.topology, self.lasts = module, mesh_shape, topology, lasts
+        self.skips_conditions = skips_conditions
         self.spans: dict[str, list[_Span]] = defaultdict(list)  # by computation
         self.compute = 0.0
         self.communication: dict[str, float] = Counter()  # type: ignore[assignment]  # whose stubs count in int
@@ -139,6 +167,15 @@ class _Simulation:
             length, end = host_seconds(moved.bytes, self.topology), self._done(computation, instruction)
             link = _TO_HOST if moved.sends else _FROM_HOST
             self.spans[computation].append(_Span("host", (link,), length, instruction.name, end))
+
+    def place_copies(self) -> None:
+        """Finds where arrays begin to move between memory and the chip's own, and where they have come."""
+        for computation, instructions in self.module.computations.items():
+            for one in instructions:
+                if copied := _copied_bytes(one):
+                    length = copied / self.topology.memory_bandwidth
+                    done = self._done(computation, one)
+                    self.spans[computation].append(_Span(_MEMORY, (_MEMORY,), length, one.name, done))
 
     def _begin(self, computation: str, start: Instruction) -> str:
         """Where a collective begins: between slices where this slice sends its part, be `recv` before or after."""
@@ -180,16 +217,23 @@ class _Simulation:
                 done = max(now, free) + span.seconds
                 begun[id(span)] = done, before
                 links.update(dict.fromkeys(span.axes, (done, span.kind)))
-                self.communication[span.kind] += span.seconds * runs
+                if span.kind != _MEMORY:
+                    self.communication[span.kind] += span.seconds * runs
             if instruction.opcode != "fusion":  # XLA writes the time of a fusion on the fusion itself
-                now += sum(times * self.run(callee, times * runs) for callee, times in self.module.callees(instruction))
+                callees = list(self.module.callees(instruction))
+                if self.skips_conditions and "known_trip_count" in instruction.rest:
+                    callees = callees[1:]
+                now += sum(times * self.run(callee, times * runs) for callee, times in callees)
             lasts = self.lasts(computation, instruction)
             now += lasts
             self.compute += lasts * runs
             for span in end.get(instruction.name, ()):
                 done, before = begun.pop(id(span))
                 waits = max(0.0, done - now)
+                now += waits
+                if span.kind == _MEMORY:
+                    self.compute += waits * runs
+                    continue
                 self.exposed[span.kind] += min(waits, span.seconds) * runs
                 self.exposed[before] += max(0.0, waits - span.seconds) * runs
-                now += waits
         return now

@@ -23,6 +23,7 @@ from autoshard.model.heap.heap import Heap
 from autoshard.model.heap.overwriting import is_overwritten, lies_in_columns
 from autoshard.model.heap.result_places import (
     copied_for_others,
+    copied_results,
     copied_when_donated,
     looped,
     made_apart,
@@ -162,6 +163,7 @@ class _Formulator:
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
         self.returns, self.taking = returned(program), taking_places(program)
+        self.copied = copied_results(program, groups, prices.backend.operations)
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
         self.reads = program.reads + Counter(self.result_ids)
         self.apart = made_apart(program, groups, backend.fusion)
@@ -228,23 +230,23 @@ class _Formulator:
             what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
             # a size in memory, if it arrives anew every step
             stored = None if index in staying else self.prices.widths.stored(value)
-            returns = self.returns[value.id]
+            copies = self.copied.get(value.id, (0, 0.0))
 
             def seconds(
                 kepts: tuple[ArgumentOption, ...],
                 value: Value = value,
                 stored: int | None = stored,
                 narrow: tuple[Group, ...] = narrow,
-                returns: int = returns,
+                copies: tuple[int, float] = copies,
             ) -> np.ndarray:
                 hops = [(value, kept.home, kept.copy, narrow if kept.narrow else None) for kept in kepts]
                 costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
                 costs += [self.prices.rounding(value, kept.home) for kept in kepts]
-                if returns:
-                    costs += [returns * self.prices.copying(value, kept.home) for kept in kepts]
+                if count := copies[0]:
+                    costs += [count * self.prices.copying(value, kept.home, copies[1]) for kept in kepts]
                 return costs if stored is None else costs + [self.prices.writing(value, kept.home) for kept in kepts]
 
-            self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored, returns)))
+            self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored, *copies)))
         copied = copied_when_donated(self.program, self.groups)
         for_others = copied_for_others(self.program, copies_circles=self.backend.copies_circles)
         written = {made.value.id: written_at(group, made.value) for group in self.groups for made in group.outputs}

@@ -22,6 +22,7 @@ from autoshard.model.equations import contracts, inserted_operand, only_widens, 
 from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
+from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
 from autoshard.model.xla.operations import running_ahead, running_beside
 from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
@@ -78,7 +79,8 @@ def groups_of(
     summed = summed_products(program, once, home) if backend.sums.adds_first else {}
     users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
     unneeded, late = _leading_to_results(program, groups, users)
-    stacked, ending = _stacked(groups, users), _ending_products(groups, readers, home, makers)
+    stacked = _stacked(groups, users)
+    ending = _ending_products(groups, readers, home, makers, backend)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
     again = recomputation(program, groups, users, needed_outside | scattered, backend, math.prod((mesh or {}).values()))
@@ -88,6 +90,7 @@ def groups_of(
     is_ahead = starts and not backend.operations.are_kernels
     ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
+    counting = _counting_turns(program, home) if backend.operations.are_kernels else set()
     return [
         replace(
             group,
@@ -102,11 +105,13 @@ def groups_of(
             is_folded=again.folded[i],
             is_recomputed=again.repeated[i],
             is_sunk=again.sunk[i],
+            is_normalising=i in again.normalising,
             ends_product=ending[i],
             runs_ahead=ahead[i],
             runs_beside=beside[i],
+            counts_turns=i in counting,
             writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
-            is_copy=_is_copied(group, needed_outside),
+            is_copy=_is_copied(group, needed_outside, makers, again.repeated),
             passes_before=2 if i in entering else _passes_before(group, staying, makers),
             last_point=last[i],
         )
@@ -143,16 +148,25 @@ def _joined(
 
 
 def _ending_products(
-    groups: Sequence[Group], readers: _Readers, home: Mapping[int, Group], makers: Mapping[int, Group]
+    groups: Sequence[Group],
+    readers: _Readers,
+    home: Mapping[int, Group],
+    makers: Mapping[int, Group],
+    backend: Backend,
 ) -> list[bool]:
-    """`Group.ends_product` of each group: what alone reads a product, and what reduces that or the product itself."""
+    """`Group.ends_product` of each group: what alone reads a product, and what reduces that or the product itself.
+
+    Libraries on GPU end products in few ways, and reduce none.
+    """
     ends = [False] * len(groups)
+    by_library = backend.operations.are_kernels
     for group in groups:
         made_by = [(use.value.id, makers[use.value.id]) for use in group.uses if use.value.id in makers]
         products = [value for value, maker in made_by if maker.contracts and not multiplies_vector(maker)]
         if group.fuses:
-            ends[group.index] = any(all(home[reader.index] is group for reader, _ in readers[one]) for one in products)
-        elif facts_of(group.equations[0].primitive).work is Work.REDUCTION:
+            alone = any(all(home[reader.index] is group for reader, _ in readers[one]) for one in products)
+            ends[group.index] = alone and (not by_library or ends_as_libraries_do(group.equations))
+        elif facts_of(group.equations[0].primitive).work is Work.REDUCTION and not by_library:
             ends[group.index] = bool(products) or any(ends[maker.index] for _, maker in made_by)
     return ends
 
@@ -184,12 +198,22 @@ def _is_made_elsewhere(
     return comes_apart(stack)
 
 
-def _is_copied(group: Group, needed_outside: Set[int]) -> bool:
-    """Whether a group that computes nothing has to write a result: a view of an argument, or what repeats an array."""
+def _is_copied(group: Group, needed_outside: Set[int], makers: Mapping[int, Group], repeated: Sequence[bool]) -> bool:
+    """Whether a group that computes nothing has to write a result: what repeats an array, or views what nobody writes.
+
+    Args:
+        needed_outside: values that are read after the program.
+        makers: value -> the group that makes it; arguments have none.
+        repeated: per group, whether its readers compute it again.
+    """
     is_result = any(made.value.id in needed_outside for made in group.outputs)
     if group.is_known or not group.only_moves or not is_result:
         return group.is_known and is_result
-    return group.broadcasts or all(use.value.from_outside for use in group.uses)
+
+    def is_unwritten(value: Value) -> bool:
+        return value.id in makers and repeated[makers[value.id].index]
+
+    return group.broadcasts or all(use.value.from_outside or is_unwritten(use.value) for use in group.uses)
 
 
 def _staying(program: Program, needed_outside: Set[int]) -> set[int]:
@@ -232,6 +256,23 @@ def _entering_loops(program: Program, groups: Sequence[Group], staying: Set[int]
             assert first.loop is not None, "boundaries of loops know theirs"
             if not multiplies(*first.loop):
                 found.add(group.index)
+    return found
+
+
+def _counting_turns(program: Program, home: Mapping[int, Group]) -> set[int]:
+    """A group, by index, of each loop that carries no counter of its own: XLA adds one, and counts with it."""
+    loops = {equation.loop for equation in program.equations if equation.loop is not None}
+    carries = (equation for equation in program.equations if equation.primitive == "scan_carry")
+    counted = {
+        one.loop
+        for one in carries
+        if one.outputs[0].shape == () and getattr(one.outputs[0].dtype, "kind", "") in ("i", "u")
+    }
+    found = set()
+    for start, end in loops - counted:
+        inside = [one for one in program.equations[start:end] if not facts_of(one.primitive).is_boundary]
+        if inside:
+            found.add(home[min(inside, key=lambda one: (one.trips, one.index)).index].index)
     return found
 
 
@@ -430,7 +471,8 @@ def _group_of(
                     uses.append(Use(value, dims, equation, operand))
         for output, dims in zip(equation.outputs, draft.results[equation.index], strict=True):
             outside = any(home[reader.index] is not draft for reader, _ in readers[output.id])
-            handed_out = facts_of(equation.primitive).from_one_device  # only what is read
+            # only what is read; of a generator nobody makes its next state if nothing reads that
+            handed_out = facts_of(equation.primitive).from_one_device or equation.primitive == "rng_bit_generator"
             if outside or output.id in needed_outside or (len(equations) == 1 and not handed_out):
                 outputs.append(GroupOutput(output, dims))
     return Group(

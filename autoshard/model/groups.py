@@ -70,10 +70,12 @@ class Group:
     is_folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
     is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
     is_sunk: bool = False  # whether it is recomputed inside a loop that it stands before
+    is_normalising: bool = False  # whether a kernel that normalises rows computes it on the way
     is_stacked: bool = False  # whether a loop stacks what it makes, or what elementwise groups make of that
     ends_product: bool = False  # whether one operation makes it and the product that it reads or reduces
     runs_ahead: bool = False  # whether its readers repeat what it makes along a dim: XLA computes it ahead of them
     runs_beside: bool = False  # whether it runs in the operation of an earlier group, which goes over the same array
+    counts_turns: bool = False  # whether it runs in a loop whose turns XLA counts in an operation of its own
     writes_apart: bool = False  # of a stack: whether an operation of its own writes it, not what makes its slices
     is_copy: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
     passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1

@@ -19,7 +19,7 @@ from jax.lax import RandomAlgorithm
 
 from autoshard.model.groups import Group
 from autoshard.model.xla.gpu.image_copies import copied_bytes
-from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims
+from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.operations import is_loop_over_rows
 from autoshard.primitives import primitives_where
@@ -48,6 +48,7 @@ class ShardBytes:
 
 _CUBLAS_WORKSPACE_BYTES = 2**25  # XLA's constant for Hopper
 _LEAST_TEMPORARY_BYTES = 2**14  # of libtpu
+_MOST_BLOCKS_IN_CHIP = 3.8e6  # bytes of blocks of four words; libtpu puts 3.6 MB of them into the chip, 4 MB beside it
 # Rows x columns x summed elements up to which XLA's GPU compiler writes a product of float32 or wider as loops.
 _MOST_LOOPED_PRODUCT = 100
 
@@ -210,8 +211,6 @@ def _of_cublas(shards: ShardBytes) -> float:
     tensors = (*equation.inputs[:2], equation.outputs[0])
     if not jnp.issubdtype(tensors[-1].dtype, jnp.inexact):
         return 0.0
-    if jnp.issubdtype(tensors[-1].dtype, jnp.complexfloating):
-        return _CUBLAS_WORKSPACE_BYTES
     sizes = (*shards.operands[:2], shards.whole)
     elements = [size / value.dtype.itemsize for value, size in zip(tensors, sizes, strict=True)]
     pieces = [math.prod(value.shape) / max(1.0, size) for value, size in zip(tensors, elements, strict=True)]
@@ -225,7 +224,8 @@ def _of_cublas(shards: ShardBytes) -> float:
     multiplied = math.sqrt(left * right * made / batches**3)  # rows x columns x summed
     summed = multiplied / max(1.0, rows * columns)
     is_elementwise = min(rows, columns, summed) < 1.5  # XLA multiplies with a vector, or two of them, in a fusion
-    is_small = multiplied <= _MOST_LOOPED_PRODUCT and tensors[-1].dtype.itemsize >= 4
+    is_complex = jnp.issubdtype(tensors[-1].dtype, jnp.complexfloating)
+    is_small = multiplied <= _MOST_LOOPED_PRODUCT and tensors[-1].dtype.itemsize >= 4 and not is_complex
     return 0.0 if is_elementwise or is_small else _CUBLAS_WORKSPACE_BYTES
 
 
@@ -276,8 +276,17 @@ def _best_positions(shards: ShardBytes) -> float:
 
 def _words_apart(shards: ShardBytes) -> float:
     """The words of a generator's blocks, each an array of its own before they are joined."""
-    is_philox = shards.equation.params["algorithm"] != RandomAlgorithm.RNG_THREE_FRY
-    return shards.results[1] if is_philox else 0.0
+    made = shards.results[1]
+    return made if words_are_apart(shards.equation, made / shards.equation.outputs[1].itemsize) else 0.0
+
+
+def _blocks_in_rows(shards: ShardBytes) -> float:
+    """Of a generator on TPU that is not the chip's own: each block of many lies in a row of 128 words for itself."""
+    algorithm, bits, made = shards.equation.params["algorithm"], shards.equation.outputs[1], shards.results[1]
+    if algorithm == RandomAlgorithm.RNG_PHILOX:
+        return made * 128 / 4 if made > _MOST_BLOCKS_IN_CHIP else 0.0
+    is_flat = algorithm == RandomAlgorithm.RNG_THREE_FRY and len(bits.shape) == 1
+    return made * 128 / 2 if is_flat and made > _MOST_BLOCKS_IN_CHIP / 2 else 0.0
 
 
 def _padded_pivots(shards: ShardBytes) -> float:
@@ -361,6 +370,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "lu": _padded_pivots,
+        "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,
         "top_k": lambda shards: shards.operands[0],
     },
@@ -393,6 +403,7 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
 _OF_ONE_MATRIX = frozenset({"cholesky", "eigh"})  # of a batch, the counters of the loops over it are in registers
 _PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
 _SCALARS_OF_LOOPS = {"gather": 5, "scatter": 10}
+_SCALARS_OF_FLAT_LOOPS = {"gather": 4, "scatter": 6}
 _SCALARS_UNLESS_RESULTS = {"approx_top_k": 3, "lu": 4, "top_k": 2}  # where an operation reads what these make
 
 
@@ -425,7 +436,8 @@ def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> 
     if backend == "tpu" and equation.primitive in _SCALARS_UNLESS_RESULTS:
         return 0 if is_result else _SCALARS_UNLESS_RESULTS[equation.primitive]
     if backend == "tpu" and is_loop_over_rows(equation):
-        return _SCALARS_OF_LOOPS[equation.primitive[:7]]
+        is_flat = len(equation.inputs[0].shape) == 1
+        return (_SCALARS_OF_FLAT_LOOPS if is_flat else _SCALARS_OF_LOOPS)[equation.primitive[:7]]
     if equation.primitive in _POSITIONS and equation.inputs[0].shape[equation.params["axes"][0]] == 1:
         return 0  # the position of the only one
     if equation.primitive == "sort" and not equation.params["is_stable"]:

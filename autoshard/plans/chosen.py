@@ -13,7 +13,7 @@ from autoshard.layout import Layout, axes_of, local_shape, spec_text
 from autoshard.mesh.collectives import Collective
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import FactorDims, Group
-from autoshard.model.heap.result_places import aliased, returned
+from autoshard.model.heap.result_places import aliased, copied_results
 from autoshard.model.regions.shared_work import forward_groups
 from autoshard.model.resharding_memory import Reader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
@@ -261,8 +261,12 @@ class ChosenOptions:
 
     def returning(self) -> float:
         """Seconds to copy the arguments that are results, but for those in the places of arguments."""
-        returns, arguments = returned(self.program), self.program.arguments
-        return sum(returns[value.id] * self.prices.copying(value, self.homes[value.id]) for value in arguments)
+        formulation, found = self.formulation, 0.0
+        copied = copied_results(self.program, formulation.groups, self.prices.backend.operations)
+        for value in self.program.arguments:
+            count, least = copied.get(value.id, (0, 0.0))
+            found += count * self.prices.copying(value, self.homes[value.id], least) if count else 0.0
+        return found
 
     def resharded_memory(self) -> float:
         """Seconds in which memory is written and read because values are resharded."""

@@ -91,6 +91,18 @@ def test_what_holds_up_another_is_exposed_itself():
     assert schedule.exposed == {"all_gather": near(TAKES["x"]), "all_reduce": near(reduced)}
 
 
+@pytest.mark.parametrize("source, ends", [("", 1), ("S(1)", 0), ("S(5)", 0)])
+@pytest.mark.parametrize("share", [0.25, 3.0])
+def test_copies_run_beside_work_at_the_rate_of_memory(source, ends, share):
+    """What is waited for counts as computing; what moves inside the chip, or comes from the host, takes memory none."""
+    moved = f"(f32[{ROWS}]{{0:S(1)}}, f32[{ROWS}]{{0:T(128){source}}}, u32[]{{:S(2)}})"
+    begin, end = f"%c = {moved} copy-start(%p)", f"%e = f32[{ROWS}]{{0:S(1)}} copy-done(%c)"
+    takes = 4 * ROWS / MACHINE.memory_bandwidth
+    schedule = found(begin, work("w1", round(share * takes * CLOCK)), end, work("w2", 1000))
+    assert schedule.compute_seconds == pytest.approx(max(share, ends) * takes + 1e-6, rel=1e-3)
+    assert set(schedule.communication) == ({"host"} if source == "S(5)" else set())
+
+
 SLICES = {"slices": 2, "x": 4, "y": 4}
 NETWORK = topology("2x v5e:4x4", SLICES)
 

@@ -250,12 +250,11 @@ class Prices:
         """Seconds to write `value` to memory once."""
         return self.arrays.local_bytes(value, layout) / self.device.memory_bandwidth
 
-    def copying(self, value: Value, layout: Layout) -> float:
-        """Seconds to copy an argument that is returned as it is: on GPU a kernel. TPU copies beside other work."""
-        operations = self.backend.operations
-        if not operations.are_kernels or value.on_host or not math.prod(value.shape):
+    def copying(self, value: Value, layout: Layout, least: float) -> float:
+        """Seconds to copy an argument that is returned as it is, and so many to start."""
+        if value.on_host or not math.prod(value.shape):
             return 0.0
-        return max(2 * self.writing(value, layout), operations.least_seconds)
+        return 2 * self.writing(value, layout) + least
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
@@ -481,6 +480,7 @@ class Prices:
             group.is_recomputed,
             group.is_sunk,
             group.is_copy,
+            group.is_normalising,
             group.passes_before,
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),

@@ -41,7 +41,7 @@ class GroupWork:
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
+        is_free = group.is_normalising or (group.only_moves and not (group.is_sunk or group.is_copy))
         if is_free or (group.equations[0].primitive in _SAME_BUFFER and not group.passes_before):
             return [0.0] * len(strategies)
         pieces = {
@@ -89,7 +89,7 @@ class GroupWork:
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
-        is_free = group.only_moves and not (group.is_sunk or group.is_copy)
+        is_free = group.is_normalising or (group.only_moves and not (group.is_sunk or group.is_copy))
         if is_free or first.primitive in _SAME_BUFFER:
             return 0.0
         values = {
@@ -154,11 +154,16 @@ class GroupWork:
         counted = [equation for equation in group.equations if unit.counts(equation)]
         if not counted or not group.outputs:
             return 0.0
-        made = group.outputs[0].value
-        elements = np.array([self.arrays.elements(made, layout) for layout in leaves[0]])
-        bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in leaves[0]])
+        made, layouts = max(
+            zip((made.value for made in group.outputs), leaves, strict=True), key=lambda pair: math.prod(pair[0].shape)
+        )
+        elements = np.array([self.arrays.elements(made, layout) for layout in layouts])
+        bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in layouts])
         padding = elements / np.maximum(1, bare)
-        sizes = ((one, math.prod(one.outputs[0].shape) / split[frozenset(group.factors_of(one))]) for one in counted)
+        widest = (max(math.prod(made.shape) for made in one.outputs) for one in counted)
+        sizes = (
+            (one, size / split[frozenset(group.factors_of(one))]) for one, size in zip(counted, widest, strict=True)
+        )
         return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
 
     def _unstored_seconds(self, group: Group, split: Mapping[frozenset[int], np.ndarray]) -> np.ndarray | float:

@@ -83,6 +83,7 @@ class Backend:
 _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
+_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites) | {"random_unwrap", "random_wrap"}
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
@@ -110,7 +111,7 @@ H100 = Backend(
     usable=0.7,
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
-        takes_in=_LOOPS | _SCATTERS | {"gather", "sort"},
+        takes_in=_LOOPS | _SCATTERS | _WINDOWS | {"gather", "sort"},
         taken_in=_SLICES | {"concatenate", "gather", "pad"},
         stores_scattered=True,
         overwrites_operands=True,
@@ -168,6 +169,8 @@ V5E = Backend(
             "polygamma": 61,  # of an order that stands in the program
             "random_bits": 36,
             "random_gamma": 4300,  # one turn of its loops; 3,950 of 32 registers, 4,840 of 128
+            "RNG_PHILOX": 380,  # 230 to 580, by how its blocks come to lie
+            "RNG_THREE_FRY": 180,  # 60 to 330
             "random_split": 400,  # per key that is made; words of keys lie in tiles of one or two rows
             "sin": 40,
             "tan": 44,

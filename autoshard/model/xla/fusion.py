@@ -37,8 +37,9 @@ _SAME_ELEMENTS = frozenset({"copy", "new_ref", "random_unwrap", "random_wrap", "
 # Arrays that readers read instead of one that is not stored: with more, XLA stores it. Source: compiled ResNets and
 # transformers.
 _MOST_OPERANDS = 3
-# Steps of an associative scan that GPUs do again: all of one of up to 16 elements. Source: scans compiled for H100.
-_MOST_SCAN_STEPS = 8
+# Steps of work on parts of what the last step made that GPUs do again, as those of an associative scan: all of one of
+# 40 elements, forth or back. Source: scans and their gradients compiled for H100.
+_MOST_SCAN_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Recomputation:
     folded: Sequence[bool]
     repeated: Sequence[bool]
     sunk: Sequence[bool]
+    normalising: Set[int]  # by index: `Group.is_normalising`
 
 
 def recomputation(
@@ -97,8 +99,9 @@ def recomputation(
     through: dict[int, set[int]] = {}  # value that readers make again -> the values of its size that they read for it
     pads = "pad" in backend.fusion.taken_in
     padded = {e.outputs[0].id for e in program.equations if e.primitive == "pad" and pads}
-    steps: dict[int, int] = {}  # value -> how many steps of work made it, each on parts of what the last one made
+    steps: dict[int, int] = {}  # value -> how many steps made it of what is stored, each on parts of what the last made
     moved: set[int] = set()  # made of what is moved as it is read
+    cut: set[int] = set()  # what groups make that move
     repeated, sunk = [], []
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
@@ -106,16 +109,20 @@ def recomputation(
             _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices, rows)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
-        count = max((steps.get(use.value.id, 0) for use in group.uses), default=0)
+        count = max((steps.get(use.value.id, 0) + (use.value.id in cut) for use in group.uses), default=0)
         far = padded if count > _MOST_SCAN_STEPS else ()
         repeated.append(folded[group.index] or (again and not _reads_far(group, list(wide), through, far)))
         moves = group.equations[0].primitive in backend.fusion.taken_in
         if repeated[-1] and (moves or any(use.value.id in moved for use in group.uses)):
             moved.update(made.value.id for made in group.outputs)
-        if count or (not moves and any(use.value.id in moved for use in group.uses)):
-            steps.update((made.value.id, count + (not moves)) for made in group.outputs)
+        if count and any(e.primitive != "div" and _is_dear(e) for e in group.equations):
+            count += 1  # what is dear, as the exponentials of a `cumlogsumexp`, is done again half as often
+        if moves:
+            cut.update(made.value.id for made in group.outputs)
+            count = max((steps.get(use.value.id, 0) for use in group.uses), default=0)
+        steps.update((made.value.id, count * repeated[-1]) for made in group.outputs)
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
-    return Recomputation(folded, repeated, sunk)
+    return Recomputation(folded, repeated, sunk, rows.inside)
 
 
 def scattered_values(program: Program, readers: Mapping[int, Sequence[tuple[Equation, int]]]) -> frozenset[int]:

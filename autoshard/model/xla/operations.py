@@ -54,10 +54,13 @@ class Operations:
         """What one run of a group takes, however little there is to do; 0 if it is no operation of its own."""
         extra = sum(map(_guarding_operations, group.equations))
         if self.are_kernels:
-            extra = sum(map(kernels_beside, group.equations))
+            read = {made.value.id for made in group.outputs}
+            extra = group.counts_turns + sum(kernels_beside(equation, read) for equation in group.equations)
         else:
             extra += sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
         inside = self.least_seconds * extra
+        if group.is_normalising:
+            return 0.0
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
             return self.least_seconds * (group.writes_apart and stacks_arrays)
@@ -102,27 +105,34 @@ class Operations:
         """What one row takes of a gather, or one update of a scatter, that is run as a loop; 0 of any other operation.
 
         XLA for TPU does so where rows are parts of rows: those of a `dynamic_slice` or a `dynamic_update_slice` in a
-        batch. A few it picks or writes one after the other.
+        batch.
         """
         if self.are_kernels or not is_loop_over_rows(equation):
             return 0.0
-        return self.least_seconds * _OPERATIONS_PER_ROW[equation.primitive[:7]]
+        is_flat = len(equation.inputs[0].shape) == 1
+        return self.least_seconds * (_OPERATIONS_PER_PART if is_flat else _OPERATIONS_PER_ROW[equation.primitive[:7]])
 
 
 def is_loop_over_rows(equation: Equation) -> bool:
-    """Whether XLA for TPU runs a gather or a scatter as a loop over its rows: many of them, and each part of a row."""
+    """Whether XLA for TPU runs a gather or a scatter row by row, as a loop or one after the other.
+
+    So it does if each is a part of a row, as a slice is. Of few rows it gathers parts at once that are whole in the two
+    minor dims, and it writes even whole rows one by one if their places say where they begin.
+    """
     name, shapes = equation.primitive[:7], [value.shape for value in equation.inputs]
-    if name not in _OPERATIONS_PER_ROW or math.prod(shapes[1][:-1]) < _LEAST_LOOP_ROWS:
+    if name not in _OPERATIONS_PER_ROW or (count := math.prod(shapes[1][:-1])) < 2:
         return False
     numbers = equation.params["dimension_numbers"]
-    apart = {*numbers.operand_batching_dims}
-    apart |= {*(numbers.collapsed_slice_dims if name == "gather" else numbers.inserted_window_dims)}
-    rows = [size for dim, size in enumerate(shapes[0]) if dim not in apart]
+    dropped = numbers.collapsed_slice_dims if name == "gather" else numbers.inserted_window_dims
+    dims = [dim for dim in range(len(shapes[0])) if dim not in {*numbers.operand_batching_dims, *dropped}]
     if name == "gather":
-        sizes = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in apart]
-        return any(_LEAST_ROW_PART <= part < row for part, row in zip(sizes, rows, strict=True))
+        sizes = equation.params["slice_sizes"]
+        if count < _LEAST_LOOP_ROWS:
+            return any(sizes[dim] < shapes[0][dim] for dim in dims if dim >= len(shapes[0]) - 2)
+        return any(_LEAST_ROW_PART <= sizes[dim] < shapes[0][dim] for dim in dims)
     parts = [shapes[2][dim] for dim in numbers.update_window_dims]
-    return any(map(operator.lt, parts, rows))
+    begins = count < _LEAST_LOOP_ROWS and not {*dims}.isdisjoint(numbers.scatter_dims_to_operand_dims)
+    return begins or any(part < shapes[0][dim] for part, dim in zip(parts, dims, strict=True))
 
 
 def _guarding_operations(equation: Equation) -> int:
@@ -136,7 +146,7 @@ def _guarding_operations(equation: Equation) -> int:
 
 
 def _extra_operations(equation: Equation) -> int:
-    """Operations that XLA makes of an equation beside the first. It picks a few rows as slices, one by one."""
+    """Operations that XLA makes of an equation beside the first."""
     if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _LEAST_LOOP_ROWS:
         return 0
     if equation.primitive == "tridiagonal_solve":  # one row after the other
@@ -148,6 +158,8 @@ def _extra_operations(equation: Equation) -> int:
         return 2 if is_called else _OPERATIONS_AROUND_ROWS + each * min(rows, _LARGEST_TRIANGLE)
     if equation.primitive == "fft":
         return _OPERATIONS_OF_TRANSFORM * len(equation.params["fft_lengths"])
+    if equation.primitive == "rng_bit_generator":
+        return _OPERATIONS_OF_GENERATOR.get(equation.params["algorithm"].name, 0)
     if equation.primitive in _OPERATIONS_OF_ONE_KEY and math.prod(equation.inputs[0].shape) == 1:
         return _OPERATIONS_OF_ONE_KEY[equation.primitive]
     return _EXTRA_OPERATIONS.get(equation.primitive, 0)
@@ -167,12 +179,12 @@ _EXTRA_OPERATIONS = {
     "random_fold_in": 3,
     "random_gamma": 32,
     "random_split": 3,
-    "rng_bit_generator": 5,
     "svd": 190,
     "symmetric_product": 1,
     "threefry2x32": 3,
 }
 _OPERATIONS_OF_ONE_KEY = {"random_fold_in": 1, "random_split": 2}  # extra ones; the words of one key are scalars
+_OPERATIONS_OF_GENERATOR = {"RNG_DEFAULT": 2, "RNG_PHILOX": 9, "RNG_THREE_FRY": 8}  # extra ones, on words of its state
 _OPERATIONS_OF_SYSTEM_ROW = 3  # of a tridiagonal system, which is solved row by row
 _OPERATIONS_OF_TRIANGLE_ROW = 3  # of a triangular system in other than 32 bits, which is inverted row by row
 _OPERATIONS_OF_WIDE_TRIANGLE_ROW = {"float64": 164, "complex128": 492}  # each number is a sum of several narrow ones
@@ -183,10 +195,11 @@ _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a 
 _OPERATIONS_OF_GUARD = 2  # is it out of bounds; and what lies there, if so. Along a split dim there are one or none
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
 _LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
-_LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other, as slices
+_LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other
 _NEUTRAL = {"add": 0, "max": -math.inf, "min": math.inf, "mul": 1, "sub": 0}  # numbers that change nothing
 _MOST_BETWEEN = 64  # groups that are looked at to see for which others one waits
 _OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows
+_OPERATIONS_PER_PART = 2  # the same of parts of a single dim
 
 
 def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]) -> list[bool]:

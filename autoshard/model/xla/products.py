@@ -5,8 +5,10 @@ XLA's CPU backend copies operands whose dims it wants in another order. Source: 
 all orders by hand.
 
 XLA for TPU multiplies a matrix and a vector elementwise, and sums that up. Its matrix unit has no part in that, so the
-matrix is read as it is, neither rounded nor kept in the chip. A batch of such products goes to the matrix unit. Source:
-the cycles that libtpu notes on such products. `tests/mesh/test_targets.py` compiles some.
+matrix is read as it is, neither rounded nor kept in the chip. So it does with a batch of such products if the vectors
+are matrices of one row or column; a batch of plain vectors goes to the matrix unit. Products of two vectors are always
+elementwise. Source: the cycles that libtpu notes on such products. `tests/mesh/test_targets.py` compiles some,
+`tests/model/xla/test_units.py` batches.
 
 XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied by the matrix of its transform, in three
 products of real numbers, each in several passes of bfloat16. A long dim is transformed as two whose sizes multiply to
@@ -36,6 +38,8 @@ class ProductSizes:
     rows: np.ndarray
     summed: np.ndarray
     columns: np.ndarray
+    has_row_dim: bool  # whether the first operand has a dim for its rows, and be it of one
+    has_column_dim: bool  # the same of the second operand and its columns
 
     @property
     def multiplications(self) -> np.ndarray:
@@ -43,8 +47,10 @@ class ProductSizes:
 
     @property
     def is_with_vector(self) -> np.ndarray:
-        """Whether it is one product of a matrix and a vector."""
-        return ((self.rows <= 1) | (self.columns <= 1)) & (self.batch <= 1)
+        """Whether it is elementwise work: products of vectors, or of matrices of one row or column."""
+        one_row, one_column, is_single = self.rows <= 1, self.columns <= 1, self.batch <= 1
+        row_is_alone = one_row & (is_single | self.has_row_dim)
+        return (one_row & one_column) | row_is_alone | (one_column & (is_single | self.has_column_dim))
 
 
 def product_sizes(group: Group, pieces: Mapping[int, np.ndarray]) -> ProductSizes:
@@ -60,11 +66,22 @@ def product_sizes(group: Group, pieces: Mapping[int, np.ndarray]) -> ProductSize
     def size(factors: set[int]) -> np.ndarray:
         return math.prod((group.sizes[factor] / pieces[factor] for factor in factors), start=np.ones(1))
 
-    return ProductSizes(size(left & right & made), size(left - right), size(left & right - made), size(right - left))
+    summed, batch = first.params["dimension_numbers"]
+    has_row_dim, has_column_dim = (
+        len(value.shape) > len(summed[side]) + len(batch[side]) for side, value in enumerate(first.inputs[:2])
+    )
+    return ProductSizes(
+        size(left & right & made),
+        size(left - right),
+        size(left & right - made),
+        size(right - left),
+        has_row_dim,
+        has_column_dim,
+    )
 
 
 def multiplies_vector(group: Group) -> bool:
-    """Whether a group begins with one product of a matrix and a vector that makes a vector."""
+    """Whether a group begins with elementwise products that make several numbers."""
     (first, *_) = group.equations
     if not is_matrix_product(first) or math.prod(first.outputs[0].shape) <= 1:
         return False
@@ -115,7 +132,7 @@ class FourierProducts:
         products = (
             padded_size(shape, tile) * self._summed(points) for shape, points in zip(arrays, lengths, strict=True)
         )
-        return 2.0 * _REAL_PRODUCTS * self.passes * sum(products)
+        return 2.0 * REAL_PRODUCTS * self.passes * sum(products)
 
     def _summed(self, points: int) -> int:
         """How many numbers one number of a transform of so many points is a sum of, over all its products.
@@ -128,7 +145,7 @@ class FourierProducts:
         return points if part == 1 else self._summed(part) + self._summed(points // part)
 
 
-_REAL_PRODUCTS = 3  # for one product of complex numbers
+REAL_PRODUCTS = 3  # for one product of complex numbers
 
 
 def _factors(dims: FactorDims) -> set[int]:

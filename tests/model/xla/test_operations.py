@@ -126,3 +126,23 @@ def test_arguments_that_are_returned_are_copied_by_kernels_on_gpu(chip, kernels)
     more = both.predicted.step_seconds - alone.predicted.step_seconds
     assert more == pytest.approx(kernels * KERNEL_SECONDS, abs=1e-7)
     assert both.cost == pytest.approx(both.predicted.step_seconds)
+
+
+RETURNED = {  # a step that only returns arguments or views of them -> shapes, and the fewest operations it can be
+    "an argument": (lambda x: x, [f32(1024, 1024)], 1),
+    "several": (lambda *xs: xs, [f32(256, 512)] * 5, 1),
+    "numbers": (lambda x, y: (x, y), [f32(), f32(1)], 0),
+    "a view of what nobody writes": (jax.grad(lambda x, w: (x.reshape(-1) * w).sum()), [f32(64, 128), f32(8192)], 1),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_steps_that_only_return_arguments_copy_them_on_tpu(name):
+    """Within a factor of two of libtpu's cycles: one copy starts, and others run beside it."""
+    pytest.importorskip("libtpu")
+    step, shapes, operations_run = RETURNED[name]
+    planned = plan(step, *shapes, mesh=AbstractMesh((8,), ("x",)), topology="v5e:2x4", fixed={"*": jax.P()})
+    truth = planned.verify("v5e:2x4").schedule.step_seconds
+    assert (truth > V5E.operations.least_seconds / 2) == (operations_run > 0)
+    assert truth / 2 <= planned.predicted.comparable_seconds <= truth * 2
+    assert planned.cost == pytest.approx(planned.predicted.step_seconds)

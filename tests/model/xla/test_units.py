@@ -1,6 +1,7 @@
 """Work that neither memory nor the FLOP rate of products explains, beside libtpu's own cycles."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from autoshard.mesh.targets import target_mesh
 from autoshard.model import formulating, memory_terms
 from autoshard.model.heap import number_terms
 from autoshard.model.xla import backends
+from autoshard.model.xla.products import ProductSizes
 from autoshard.model.xla.units import scalar_unit
 from autoshard.model.xla.units.matrix_unit import MatrixUnit
 from autoshard.model.xla.units.vector_unit import VectorUnit
@@ -33,6 +35,10 @@ SLOW = {  # function of what shapes
     "gamma": (jax.scipy.special.digamma, [array(512, 1024)]),
     "complex numbers": (jnp.exp, [array(512, 1024, dtype=np.complex64)]),
     "small products of a batch": (jnp.matmul, [array(2048, 8, 16), array(2048, 16, 8)]),
+    "small complex products": (
+        jnp.matmul,
+        [array(2048, 4, 3, dtype=np.complex64), array(2048, 3, 6, dtype=np.complex64)],
+    ),
 }
 
 
@@ -59,6 +65,68 @@ def test_what_is_slow_in_a_unit(monkeypatch, name):
     without = replace(backends.V5E, vector_unit=VectorUnit(), matrix_unit=MatrixUnit())
     monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "v5e": without})
     assert foreseen(fn, shapes) < 0.6 * schedule.compute_seconds
+
+
+GENERATED = {  # algorithm and shape -> peak of the program that libtpu compiles, and seconds by its cycles
+    ("RNG_PHILOX", (512, 512)): (1213952, 55.4e-6),
+    ("RNG_PHILOX", (1000, 1000)): (132154880, 394e-6),  # each of its blocks takes a row of memory
+    ("RNG_THREE_FRY", (900, 1000)): (3835392, 197e-6),
+    ("RNG_THREE_FRY", (600000,)): (156050944, 406e-6),  # of a flat array as well
+}
+
+
+def bits(algorithm, shape):
+    return lambda state: jax.lax.rng_bit_generator(state, shape, np.uint32, jax.lax.RandomAlgorithm[algorithm])
+
+
+@pytest.mark.parametrize("algorithm, shape", GENERATED)
+def test_generators_that_are_not_the_chips_own(algorithm, shape):
+    """Peaks are within a tenth of libtpu's; seconds within a factor of two, and five for flat arrays."""
+    peak, seconds = GENERATED[algorithm, shape]
+    said = predicted(bits(algorithm, shape), [array(4, dtype=np.uint32)])
+    assert said.peak_bytes == pytest.approx(peak, rel=0.1)
+    factor = 2 if len(shape) > 1 else 5
+    assert seconds / factor <= said.comparable_seconds <= seconds * factor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm, shape", GENERATED)
+def test_what_libtpu_makes_of_generators(algorithm, shape):
+    """The figures above."""
+    pytest.importorskip("libtpu")
+    shardings = NamedSharding(target_mesh(MACHINE, AXES), P())
+    jitted = jax.jit(bits(algorithm, shape), in_shardings=shardings, out_shardings=shardings)
+    compiled = jitted.lower(array(4, dtype=np.uint32)).compile()
+    peak, seconds = GENERATED[algorithm, shape]
+    schedule = schedule_of(compiled.as_text(), AXES, autoshard.topology(MACHINE, AXES), CHIPS["v5e"].clock)
+    assert peak_bytes(compiled) == pytest.approx(peak, rel=0.01)
+    assert schedule.compute_seconds == pytest.approx(seconds, rel=0.01)
+
+
+PRODUCTS = {  # einsum, its shapes, how they are split, and whether it is elementwise work
+    "vectors": ("bd,bd->b", [array(4096, 12)] * 2, P("x"), True),
+    "vectors, in several dims": ("bhd,bhd->bh", [array(512, 64, 16)] * 2, P("x"), True),
+    "matrices and rows": ("brk,bkn->brn", [array(256, 1, 1024), array(256, 1024, 64)], P("x"), True),
+    "matrices and columns": ("bmk,bkr->bmr", [array(256, 128, 128), array(256, 128, 1)], P("x"), True),
+    "one of a batch on each device": ("bk,bkn->bn", [array(4, 1024), array(4, 1024, 1024)], P("x"), True),
+    "matrices and vectors": ("bk,bkn->bn", [array(256, 1024), array(256, 1024, 64)], P("x"), False),
+    "several dims of a batch": ("bhd,bhtd->bht", [array(64, 8, 128), array(64, 8, 128, 128)], P("x"), False),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_which_products_of_a_batch_are_elementwise(monkeypatch, name):
+    """Within three tenths of libtpu's cycles; not if all such products go to the matrix unit, or none does."""
+    pytest.importorskip("libtpu")
+    text, shapes, lies, is_elementwise = PRODUCTS[name]
+    fn = partial(jnp.einsum, text)
+    shardings = NamedSharding(target_mesh(MACHINE, AXES), lies)
+    hlo = jax.jit(fn, in_shardings=shardings, out_shardings=shardings).lower(*shapes).compile().as_text()
+    truth = schedule_of(hlo, AXES, autoshard.topology(MACHINE, AXES), CHIPS["v5e"].clock).compute_seconds
+    assert predicted(fn, shapes, lies).comparable_seconds == pytest.approx(truth, rel=0.3)
+    fault = property(lambda sizes: (sizes.rows < 0) != (not is_elementwise))
+    monkeypatch.setattr(ProductSizes, "is_with_vector", fault)
+    assert predicted(fn, shapes, lies).comparable_seconds != pytest.approx(truth, rel=0.3)
 
 
 def turning(limit):

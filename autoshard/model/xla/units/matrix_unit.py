@@ -11,7 +11,6 @@ and on 14 single products of 1 to 4,096 rows, columns and summed numbers: 256 cy
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
-from autoshard.model.xla.products import product_sizes
+from autoshard.model.xla.products import REAL_PRODUCTS, product_sizes
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class MatrixUnit:
     side: int = 0  # rows and columns of a square; 0: it is not known
 
     def seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
-        """What the products of a batch take at least, per strategy; 0 where there is no batch.
+        """What the products of a batch take at least, per strategy; 0 where there is no batch, or no matrix unit.
 
         Args:
             group: what is computed.
@@ -42,11 +41,11 @@ class MatrixUnit:
             return 0.0
         _, (batch, _) = first.params["dimension_numbers"]
         left = group.operands[first.index][0]
-        factors = {factor for dim in batch for factor in left[dim]}
-        if not factors:
+        if not any(left[dim] for dim in batch):
             return 0.0
-        products = math.prod((group.sizes[factor] / pieces[factor] for factor in factors), start=np.ones(1))
-        return products * self.product_cycles / self.clock
+        sizes = product_sizes(group, pieces)
+        products = sizes.batch * (REAL_PRODUCTS if first.outputs[0].dtype.kind == "c" else 1)
+        return np.where(sizes.is_with_vector, 0.0, products * self.product_cycles / self.clock)
 
     def padding(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """How many times its FLOPs a product takes, since the operand that stands in the unit is filled up.

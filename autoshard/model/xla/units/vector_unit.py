@@ -25,7 +25,8 @@ class VectorUnit:
     """How long functions take on it."""
 
     clock: float = 1.0  # cycles per second
-    cycles: Mapping[str, float] = field(default_factory=dict)  # primitive -> of one register of real numbers
+    # primitive, or algorithm of a generator -> of one register of real numbers
+    cycles: Mapping[str, float] = field(default_factory=dict)
     reduced_cycles: float = 0.0  # of one register that a reduction takes in without its being stored anywhere
     complex_cycles: Mapping[str, float] = field(default_factory=dict)  # the same of complex numbers
 
@@ -44,4 +45,7 @@ class VectorUnit:
     def _cycles(self, equation: Equation) -> float:
         values = (*equation.inputs, *equation.outputs)  # none, of a callback that takes and gives nothing
         is_complex = bool(values) and getattr(values[0].dtype, "kind", "") == "c"
-        return (self.complex_cycles if is_complex else self.cycles).get(equation.primitive, 0.0)
+        name = equation.primitive
+        if name == "rng_bit_generator":  # that of the chip itself, RNG_DEFAULT, takes no cycles of the vector unit
+            name = equation.params["algorithm"].name
+        return (self.complex_cycles if is_complex else self.cycles).get(name, 0.0)
