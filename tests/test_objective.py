@@ -123,7 +123,7 @@ def test_a_copy_for_readers_of_fewer_bits():
 
 
 def test_no_more_is_hidden_than_is_computed():
-    predicted = assert_one_price(*step_of(512, 2048), machine="h100:8", **SPLIT).predicted
+    predicted = assert_one_price(*step_of(256, 2048), machine="h100:8", **SPLIT).predicted
     assert predicted.exposed_seconds == predicted.communication_seconds - predicted.compute_seconds
 
 

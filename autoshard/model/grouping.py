@@ -83,7 +83,7 @@ def groups_of(
     ending = _ending_products(groups, readers, home, makers, backend)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
-    again = recomputation(program, groups, users, needed_outside | scattered, backend, math.prod((mesh or {}).values()))
+    again = recomputation(program, groups, users, needed_outside | scattered, backend, (mesh or {}).values())
     last = _last_runs(groups, users, points, again.repeated)
     starts = backend.operations.least_seconds > 0
     beside = running_beside(groups, again.repeated, ending) if starts else [False] * len(groups)

@@ -114,6 +114,7 @@ H100 = Backend(
         takes_in=_LOOPS | _SCATTERS | _WINDOWS | {"gather", "sort"},
         taken_in=_SLICES | {"concatenate", "gather", "pad"},
         stores_scattered=True,
+        reduces_apart_from=32,
         overwrites_operands=True,
         overwritten_by=_IN_PLACE - {"sort"},
         reshapes_in_place=True,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Collection, Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from autoshard.model.groups import Group
 from autoshard.model.xla.convolutions import copies_argument, reads_rounded
 from autoshard.model.xla.cpu.reductions import computes_as_it_reduces
 from autoshard.model.xla.gpu.normalisations import Normalisations, normalisations
-from autoshard.primitives import facts_of
+from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Program, Value
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class Fusion:
     overwritten_by: frozenset[str] = frozenset()  # other primitives that go into such a buffer
     reshapes_in_place: bool = False  # arrays are dense: other dims for the same elements are no copy
     stores_keys: bool = False  # keys that are made of many others are stored, whoever reads them
+    reduces_apart_from: int = 0  # elements that one is made of; of fewer, readers do a reduction again
     normalises: bool = False  # softmaxes and norms of rows are one operation, whose result is stored
 
 
@@ -73,7 +74,7 @@ def recomputation(
     users: Sequence[Sequence[Group]],
     stored: Set[int],
     backend: Backend,
-    devices: int = 1,
+    axes: Collection[int] = (),
 ) -> Recomputation:
     """What is computed again instead of stored.
 
@@ -83,7 +84,7 @@ def recomputation(
         users: per group, the groups that read what it makes.
         stored: values that are stored, whoever reads them.
         backend: the compiler.
-        devices: of the mesh.
+        axes: the sizes of the mesh's axes.
     """
     stored = stored | _guarded(program, groups)
     rows = normalisations(groups, users) if backend.fusion.normalises else Normalisations()
@@ -106,7 +107,7 @@ def recomputation(
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
         again = not is_stored and (
-            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, devices, rows)
+            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, axes, rows)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         count = max((steps.get(use.value.id, 0) + (use.value.id in cut) for use in group.uses), default=0)
@@ -221,7 +222,7 @@ def _is_repeated(
     folded: Sequence[bool],
     moved: Container[int],
     backend: Backend,
-    devices: int,
+    axes: Collection[int],
     rows: Normalisations,
 ) -> bool:
     """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
@@ -232,11 +233,12 @@ def _is_repeated(
         folded: per group, whether it is part of the reduction that reads it.
         moved: values that are made of what is moved as it is read.
         backend: the compiler.
-        devices: of the mesh.
+        axes: the sizes of the mesh's axes.
         rows: the kernels that normalise rows.
     """
     first = group.equations[0].primitive
-    if not users or not (group.fuses or first == "scan_slice" or first in backend.fusion.taken_in):
+    is_taken = group.fuses or first == "scan_slice" or first in backend.fusion.taken_in
+    if not users or not (is_taken or _reduces_few(group, backend, axes)):
         return False
     if backend.fusion.takes_in:
         if backend.fusion.stores_keys and any(map(_makes_keys_of_many, group.equations)):
@@ -256,7 +258,7 @@ def _is_repeated(
         if reader.primitive in backend.fusion.taken_in:
             return True
         reads_views = group.is_view and is_matrix_product(reader)
-        if group.fuses and computes_as_it_reduces(reader, group.equations, alone, devices):
+        if group.fuses and computes_as_it_reduces(reader, group.equations, alone, math.prod(axes)):
             return True
         return user.is_stack or (user.fuses and not folded[user.index]) or reads_views
 
@@ -270,6 +272,23 @@ def _is_repeated(
     # what is joined of parts, and joined again, as in an associative scan, would be too much to do twice
     is_nested = movers and (group in movers or any(use.value.id in moved for use in group.uses))
     return not (is_nested or any(map(_is_dear, group.equations)))
+
+
+def _reduces_few(group: Group, backend: Backend, axes: Collection[int]) -> bool:
+    """Whether it reduces so few elements to one that XLA does that in the loops that read it, and no axis splits them.
+
+    Args:
+        group: what may be computed again.
+        backend: the compiler.
+        axes: the sizes of the mesh's axes.
+    """
+    (first, *_) = group.equations
+    if facts_of(first.primitive).work is not Work.REDUCTION or not facts_of(first.primitive).is_loop:
+        return False
+    made = math.prod(first.outputs[0].shape)
+    sizes = (group.sizes[factor] for factor in group.reduction & group.splittable)
+    is_whole = all(size % axis for size in sizes for axis in axes if axis > 1)
+    return is_whole and math.prod(first.inputs[0].shape) < backend.fusion.reduces_apart_from * made
 
 
 def _reads_far(group: Group, users: Sequence[Group], through: dict[int, set[int]], padded: Container[int]) -> bool:

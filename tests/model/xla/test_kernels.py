@@ -50,9 +50,11 @@ def adds_nothing(patch):
     patch.setattr(library_kernels, "_AROUND", {})
 
 
-def normalises_nothing(patch):
-    fusion = replace(backends.H100.fusion, normalises=False)
-    patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "h100": replace(backends.H100, fusion=fusion)})
+def without(**fields):
+    fusion = replace(backends.H100.fusion, **fields)
+    return lambda patch: patch.setattr(
+        backends, "BACKENDS", {**backends.BACKENDS, "h100": replace(backends.H100, fusion=fusion)}
+    )
 
 
 KERNELS = {  # function of what shapes, kernels of the compiled program, and a fault
@@ -63,8 +65,20 @@ KERNELS = {  # function of what shapes, kernels of the compiled program, and a f
     "a product and a bias": (lambda x, w, b: jax.nn.relu(x @ w + b), [STATE, WEIGHTS, f32(512)], 1, ends_in_nothing),
     "a sum of many": (lambda x: x.sum(), [f32(256, 256)], 2, sums_at_once),
     "a sum of few": (lambda x: x.sum(), [f32(64, 64)], 1, sums_apart),
+    "a norm of few columns": (
+        lambda x: x / jnp.sqrt((x * x).sum(0) + 1),
+        [f32(4, 512)],
+        1,
+        without(reduces_apart_from=0),
+    ),
+    "a gradient of the largest of few": (
+        jax.grad(lambda x, weights: (x.max(0) * weights).sum()),
+        [f32(3, 512), f32(512)],
+        1,
+        without(reduces_apart_from=0),
+    ),
     "a series": (jax.lax.igamma, [f32(16, 16)] * 2, 17, adds_nothing),
-    "a norm of rows": (layer_norm, [f32(64, 1024)], 1, normalises_nothing),
+    "a norm of rows": (layer_norm, [f32(64, 1024)], 1, without(normalises=False)),
 }
 
 
