@@ -79,16 +79,17 @@ class JointStage:
         """How often a value is held."""
         return in_flight if key in self.kept else 1.0
 
-    def problem(self, limit: float | None, in_flight: float) -> JointProblem:
+    def problem(self, limit: float | None, in_flight: float, copies: float = 1.0) -> JointProblem:
         """The problem of the whole stage.
 
         Args:
             limit: bytes per device.
             in_flight: microbatches.
+            copies: how many such stages a device has, each of which holds as much, and one of which works.
         """
         plain = self.plain.problem
         edges = [*plain.edges, *self._ties()]
-        lives = [*plain.lives, *self._beside(in_flight)]
+        lives = [*plain.lives, *self._beside(in_flight, copies)]
         tied = Problem(plain.costs, tuple(edges), tuple(lives), limit, plain.names, checked=True)
         return JointProblem(tied, self.plain.first_nodes)
 
@@ -101,14 +102,14 @@ class JointStage:
                     alike = [[0.0 if a == b else np.inf for b in other.layouts] for a in first.layouts]
                     yield Edge(first.node, other.node, np.array(alike))
 
-    def _beside(self, in_flight: float) -> Iterator[Live]:
+    def _beside(self, in_flight: float, copies: float) -> Iterator[Live]:
         """What programs hold beside their own arguments and results."""
         start = 0
         for number, formulation in enumerate(self.formulations):
             end = start + len(formulation.program.equations) + 2
             for key, place in self.held.items():
                 own = any(other.program == number for other in self.places[key])
-                times = self.times(key, in_flight) - own
+                times = copies * self.times(key, in_flight) - own
                 if self.programs[number].kind == "after" and key in self.kept:
                     times = 0.0
                 if times > 0:

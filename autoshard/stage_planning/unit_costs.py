@@ -166,7 +166,8 @@ def lean_unit_costs(
     """The same within the memory of a pipeline of so many equal stages; `fast` itself if that fits.
 
     Every unit gets a part of the memory beside what one of them works in: as large a part as it takes of the fast
-    choice. One that does not fit takes about the least that it can.
+    choice. Units that are planned as one share the parts of those that a stage has: what each holds counts as often,
+    and what it works in once. One that does not fit takes about the least that it can.
 
     Raises:
         FormulatingLate: planning has to end, as for `unit_costs`.
@@ -180,9 +181,10 @@ def lean_unit_costs(
 
     def cost(stage: int) -> StageCost | None:
         unit = units.planned.index(stage)
-        limit = (held[unit] * share + working[unit]) / backend.usable
+        copies = max(1.0, units.planned.count(stage) / stages)
+        limit = (copies * held[unit] * share + working[unit]) / backend.usable
         where = SubMeshModel(shape.mesh, shape.topology, backend, limit, until)
-        return units.cut.cost(stage, where, in_flight=in_flight, or_leanest=True, **_EFFORT)
+        return units.cut.cost(stage, where, in_flight=in_flight, or_leanest=True, copies=copies, **_EFFORT)
 
     return _of_units(units, cost)
 

@@ -1,11 +1,15 @@
 """Costs of units: what a lean plan may hold, and costs in numbers of microbatches that were not planned."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from autoshard import topology
+from autoshard.solver.problem import Solution
+from autoshard.stage_planning import costs
+from autoshard.stage_planning.costs import StageCost
 from autoshard.stage_planning.space import SpaceRequest, between_microbatches, planned_space
 from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, kinds_of, lean_unit_costs, with_loops
 from autoshard.stage_search import SubMesh
@@ -31,6 +35,38 @@ def test_lean_units_fill_the_memory_of_a_stage_beside_what_one_of_them_works_in(
     assert held[1] / held[0] == pytest.approx(32 / 12)  # in proportion to what fast plans hold
     roomy = SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(memory_bytes=100.0))
     assert lean_unit_costs(units, roomy, SimpleNamespace(usable=usable), fast, stages, in_flight) is fast
+
+
+def test_equal_layers_of_a_stage_share_its_memory_and_work_one_at_a_time():
+    """Six of a kind in two stages: what one holds counts three times, so bytes that all hold are worth saving most."""
+    sizes = {"fixed_bytes": 10.0, "microbatch_bytes": 1.0, "working_bytes": 5.0}
+    fast = UnitCosts(np.array([[sizes.get(name, 0.0)] * 6 for name in FIELDS]))
+    asked = []
+
+    def cost(stage, where, *, copies, **_):
+        asked.append((where.memory, copies))
+        return SimpleNamespace(row=(0.0,) * len(FIELDS))
+
+    units = SimpleNamespace(planned=(0,) * 6, cut=SimpleNamespace(cost=cost))
+    shape = SimpleNamespace(mesh=None, topology=None, in_row=SimpleNamespace(memory_bytes=20.0))
+    lean_unit_costs(units, shape, SimpleNamespace(usable=1.0), fast, 2, 2.0)
+    assert asked == [(pytest.approx(20.0), 3.0)]
+    stage = SimpleNamespace(kept=(), between=())
+    held = StageCost(stage, (), {}, fixed_bytes=10.0, microbatch_bytes=1.0, working_bytes=5.0, bound=0.0)
+    assert held.held(2.0, copies=3.0) == 3 * (10.0 + 2.0) + 5.0
+
+
+def test_what_a_search_has_not_improved_is_sought_longer(monkeypatch):
+    """The first choice that fits may be many times the best."""
+    works = []
+
+    def solved(problem, *, gap, budget):
+        works.append(budget.work)
+        return Solution((0,), 50.0 if budget.work < 5 else 1.1, 1.0, "feasible")
+
+    monkeypatch.setattr(costs, "solve_for_plan", solved)
+    assert costs._solved(None, 0.03, 2.0, math.inf).cost == 1.1 and works == [2.0, 8.0]
+    assert costs._solved(None, 0.03, 6.0, math.inf).cost == 1.1 and works == [2.0, 8.0, 6.0]
 
 
 def test_a_layer_with_a_norm_behind_it_is_like_the_others():
@@ -66,9 +102,9 @@ def test_costs_that_are_planned_are_taken_and_others_lie_between():
 @pytest.mark.parametrize(("share", "expected"), [(1.0, {0.5, 1.0}), (0.8, {0.4})])
 def test_a_limit_below_the_smallest_device_holds_for_stages_on_larger_ones(share, expected):
     axes = {"hosts": 2}
-    costs = topology("h100:2x1", axes, memories={"hosts": (1, 0.5)})
+    machine = topology("h100:2x1", axes, memories={"hosts": (1, 0.5)})
     unit = SimpleNamespace(cost=lambda stage, where, **_: SimpleNamespace(row=(1.0,) * len(FIELDS)))
     cut = SimpleNamespace(planned=(0, 1), cut=unit, crossing=np.zeros(3))
-    backend, memory = SimpleNamespace(usable=0.5), share * costs.memory_bytes
-    found = planned_space(SpaceRequest(lambda count: cut, axes, costs, backend, memory, [2], [2]))
-    assert {shape.in_row.memory_bytes / costs.memory_bytes for shape in found.shapes.values()} == expected
+    backend, memory = SimpleNamespace(usable=0.5), share * machine.memory_bytes
+    found = planned_space(SpaceRequest(lambda count: cut, axes, machine, backend, memory, [2], [2]))
+    assert {shape.in_row.memory_bytes / machine.memory_bytes for shape in found.shapes.values()} == expected
