@@ -28,9 +28,8 @@ class Batch:
         """An array, with rows of zeros behind its own if it is of the batch."""
         if i not in self.arrays:
             return leaf
-        shape = (self.padded, *leaf.shape[1:])
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, weak_type=leaf.weak_type)
+            return _of_rows(leaf, self.padded)
         more = [(0, self.padded - self.rows), *[(0, 0)] * (leaf.ndim - 1)]
         return np.pad(leaf, more) if isinstance(leaf, np.ndarray) else jnp.pad(leaf, more)
 
@@ -42,12 +41,11 @@ class Batch:
         """
         if any(types[i].shape[0] < 2 for i in self.arrays):
             raise ValueError("a padded batch needs two rows")
-        return [
-            jax.ShapeDtypeStruct((one.shape[0] - 1, *one.shape[1:]), one.dtype, weak_type=one.weak_type)
-            if i in self.arrays
-            else one
-            for i, one in enumerate(types)
-        ]
+        return [_of_rows(one, one.shape[0] - 1) if i in self.arrays else one for i, one in enumerate(types)]
+
+
+def _of_rows(type_: jax.ShapeDtypeStruct, rows: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((rows, *type_.shape[1:]), type_.dtype, weak_type=type_.weak_type)
 
 
 def batch_of(

@@ -70,6 +70,11 @@ class FlatStep:
         return step
 
 
+def is_traced_for(closed: ClosedJaxpr, arrays: Sequence[Any]) -> bool:
+    """Whether a jaxpr is that of arrays of these shapes; those of a microbatch have fewer rows than those of a call."""
+    return [jax.typeof(array).shape for array in arrays] == [aval.shape for aval in closed.in_avals]
+
+
 def with_arrays(static: tuple[Any, ...], dynamic: Arguments, call: FlatCall, arrays: Sequence[Any]) -> Arguments:
     """The arguments of a call with other arrays outside of modules; modules stay those of the caller.
 

@@ -15,7 +15,7 @@ from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.options import Options
 from autoshard.padding.batches import Batch, batch_of
-from autoshard.padding.flat_step import FlatStep, with_arrays
+from autoshard.padding.flat_step import FlatStep, is_traced_for, with_arrays
 from autoshard.padding.rewriting import PaddedProgram
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
@@ -124,7 +124,7 @@ def _run(as_written: FlatStep, padded: PaddedProgram, batch: Batch, *arrays: Any
     Raises:
         ValueError: the microbatch has one row.
     """
-    if [jax.typeof(array).shape for array in arrays] != [aval.shape for aval in padded.large.in_avals]:
+    if not is_traced_for(padded.large, arrays):
         types = [abstract(type_of(array)) for array in arrays]
         padded = PaddedProgram(padded.name, as_written.traced(batch.one_row_less(types)), as_written.traced(types))
     return padded(*arrays)

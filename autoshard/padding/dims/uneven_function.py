@@ -16,7 +16,7 @@ from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass
 from autoshard.padding.dims.rewriting import UnevenStep
-from autoshard.padding.flat_step import FlatStep
+from autoshard.padding.flat_step import FlatStep, is_traced_for
 from autoshard.program import Program
 from autoshard.program.flattening import flattened
 from autoshard.program.signature import Arguments
@@ -111,7 +111,7 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
 
 def _run(as_written: FlatStep, step: UnevenStep, *arrays: Any) -> list[Any]:
     """The padded step on arrays, which in a microbatch have fewer rows than those that it was traced for."""
-    if [jax.typeof(array).shape for array in arrays] != [aval.shape for aval in step.closed.in_avals]:
+    if not is_traced_for(step.closed, arrays):
         step = step.traced_as(as_written.traced(arrays))
     return step(*arrays)
 
