@@ -31,6 +31,7 @@ from autoshard.model.heap.result_places import (
     taking_places,
     updated_in_loops,
 )
+from autoshard.model.heap.result_tables import TABLES, ResultTables
 from autoshard.model.host_memory import check_host_memory
 from autoshard.model.lifetimes import HEAP_OVERHEAD, holding, use_span, written_at
 from autoshard.model.memory_terms import (
@@ -158,6 +159,7 @@ class _Formulator:
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
         self.heap = Heap()  # what of these are temporaries and results
+        self.tables = ResultTables(backend, math.prod(prices.mesh.values()))
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
@@ -188,6 +190,7 @@ class _Formulator:
         self._add_groups()
         for i, j, table in shared_work(self.groups, self.priced, self.prices):
             self._connect(self.group_node(self.groups[i]), self.group_node(self.groups[j]), table)
+        self._add_tables()
         lives = tuple(live for live in self.lives if np.count_nonzero(live.usage))
         problem = Problem(tuple(self.costs), tuple(self.edges), lives, memory, names=tuple(self.names))
         return Formulation(
@@ -275,6 +278,7 @@ class _Formulator:
                 strategies=self._strategies,
                 prices=self.prices,
             )
+            self.tables.add_argument(argument)
             self._hold(part for term in ARGUMENT_TERMS for part in term(argument))
 
     def _argument_table(
@@ -323,6 +327,7 @@ class _Formulator:
             end=self.end,
             prices=self.prices,
         )
+        self.tables.add_output(output)
         self._hold(part for term in OUTPUT_TERMS for part in term(output))
         self._move_to_places(node, group, value, leaves)
         if not readers:
@@ -445,6 +450,14 @@ class _Formulator:
 
     def group_node(self, group: Group) -> int:
         return len(self.program.arguments) + group.index
+
+    def _add_tables(self) -> None:
+        """A node without a choice, which holds the tables of operations with several results."""
+        if self.tables.bytes and self.counts_memory:
+            node = len(self.costs)
+            self.costs.append(np.zeros(1))
+            self.names.append(TABLES)
+            self.lives.append(Live(node, 0, self.end, np.array([float(self.tables.bytes)])))
 
     def _hold(self, held: Iterable[HeldBytes]) -> None:
         """Counts what terms of memory hold; temporaries with the gaps between them."""

@@ -280,4 +280,4 @@ def _scattered(
     if made.shape[dim] % shards(dims[dim], mesh) or not in_mesh_order(found, mesh):
         return None
     partial = local_shape(made.shape, layout, mesh)
-    return found if scatters_slices(partial, dim, shards(axes, mesh), made.itemsize, backend) else None
+    return found if scatters_slices(partial, dim, shards(axes, mesh), made.dtype, backend) else None

@@ -33,6 +33,9 @@ def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any
         stages: mesh axes, and groups of devices along them, if it is not all of them.
         others: mesh axes over which the slices are all_reduced.
     """
+    if np.iscomplexobj(partial):  # the TPU compiler has none of these, and a device's bytes are the same
+        parts = jax.numpy.stack([partial.real, partial.imag])
+        return jax.lax.complex(*reduce_scatter(parts, dim + 1, stages, others))
     sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in stages]
     least, columns = partial.size // math.prod(sizes), columns_beside(partial.shape, dim)
     is_tiled = fills_tiles(least, columns, partial.dtype.itemsize)

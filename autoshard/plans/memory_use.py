@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.model.formulation import Formulation
+from autoshard.model.heap.result_tables import TABLES
 from autoshard.program import Program
 
 _MOST_MOMENTS = 96  # program points that are kept; of each stretch of points, the one at which the most is held
@@ -114,6 +115,9 @@ def _lines(formulation: Formulation) -> Iterator[str]:
             yield f"values made at {formulation.groups[group].equations[-1].source or 'unknown line'}"
         else:
             value = shared.get(node)
+            if value is None and group >= 0:
+                yield TABLES
+                continue
             yield copies if value is None or value.from_outside else f"values made at {value.source or 'unknown line'}"
 
 

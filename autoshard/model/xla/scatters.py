@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from autoshard.layout import MeshShape, shards
 from autoshard.operations.reduce_scatter import columns_beside, fills_tiles, tiled_width
@@ -47,16 +49,19 @@ def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -
     return not (between or everybody)
 
 
-def scatters_slices(shape: Sequence[int], dim: int, pieces: int, itemsize: int, backend: Backend) -> bool:
+def scatters_slices(shape: Sequence[int], dim: int, pieces: int, dtype: Any, backend: Backend) -> bool:
     """Whether a sum is scattered along a dim, as `reduce_scatter` arranges it. If not, it is all_reduced.
 
     Args:
         shape: of one device's part of the sum, whole.
         dim: which is cut.
         pieces: of how many devices each gets one.
-        itemsize: bytes of an element.
+        dtype: of its elements; complex ones are scattered as their real and imaginary parts.
     """
-    rows, elements = backend.scatters.chip_rows, math.prod(shape) // pieces
+    rows, itemsize = backend.scatters.chip_rows, np.dtype(dtype).itemsize
+    if np.issubdtype(dtype, np.complexfloating):
+        shape, dim, itemsize = (2, *shape), dim + 1, itemsize // 2
+    elements = math.prod(shape) // pieces
     if not rows:
         return True
     return (

@@ -105,11 +105,11 @@ def disagreements(machine: str, axes: dict[str, int]) -> list:
     mesh, found = target_mesh(machine, axes), []
     ids, backend = [one.id for one in mesh.devices.flat], backend_of(mesh, machine)
     for shape, dim in PARTS:
-        for dtype in (jnp.float32, jnp.bfloat16):
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.complex64):
             summed, array = scattered(mesh, shape, dim, dtype)
             hlo = summed.lower(array).compile().as_text()
             kinds = {one.kind for one in read_collectives(hlo, axes, device_ids=ids)}
-            predicted = scatters_slices(shape, dim, axes["x"], jnp.dtype(dtype).itemsize, backend)
+            predicted = scatters_slices(shape, dim, axes["x"], dtype, backend)
             if (kinds == {"reduce_scatter"}) != predicted:  # alone: what is padded is exchanged, too
                 found.append((shape, dim, dtype.__name__, kinds))
     return found
