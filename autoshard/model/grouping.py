@@ -25,7 +25,7 @@ from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
 from autoshard.model.xla.operations import running_ahead, running_beside
 from autoshard.model.xla.products import multiplies_vector
-from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
+from autoshard.model.xla.sums import added_sums, hoisted_sums, read_once
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.halos import Reach, renamed
@@ -76,7 +76,7 @@ def groups_of(
     staying = _staying(program, needed_outside)
     once = read_once(program)
     hoisted = hoisted_sums(program, once, home) if backend.sums.hoists else {}
-    summed = summed_products(program, once, home) if backend.sums.adds_first else {}
+    summed = added_sums(program, once, home) if backend.sums.adds_first else {}
     users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
     unneeded, late = _leading_to_results(program, groups, users)
     stacked = _stacked(groups, users)

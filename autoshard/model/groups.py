@@ -61,8 +61,8 @@ class Group:
     reaches: tuple[Reach[int], ...] = ()  # of its one equation: what devices read beyond their shards
     batch_factor: int | None = None  # of windows: the factor along which none moves
     hoisted_all_reduces: int | None = None  # how many per step finish its sum, if a loop only adds it up, as it lies
-    accumulator: int | None = None  # of a product: id of the sum that XLA adds it and others to, before it reduces it
-    summands: int = 1  # how many products the accumulator adds up
+    accumulator: int | None = None  # of a sum: id of the total that XLA adds it and others to, before it reduces that
+    summands: int = 1  # how many sums the accumulator adds up
     feeds_no_state: bool = False  # whether only results depend on it that take no argument's place: a loss
     feeds_only_results: bool = False  # whether its outputs go into results only, through elementwise groups alone
     handed_on_at: int | None = None  # if only results read it, or only what a loop hands on: the last point of these

@@ -191,10 +191,10 @@ class ChosenOptions:
             hidden += seconds.hidden
             further_turns += seconds.total * (1 - 1 / group.guessed)
             for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
-                if group.accumulator is not None and finish.kind == "all_reduce":
-                    if (group.accumulator, finish.axes) in reduced_sums:
+                if group.accumulator is not None:
+                    if (group.accumulator, finish.kind, finish.axes) in reduced_sums:
                         continue
-                    reduced_sums.add((group.accumulator, finish.axes))
+                    reduced_sums.add((group.accumulator, finish.kind, finish.axes))
                 reduced = group.equations[-1]
                 runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
                 what = "results" if group.gathers_per_output else "sums"

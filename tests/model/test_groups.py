@@ -620,7 +620,7 @@ def test_fills(fn, fills):
 
 def test_the_tables_of_compilers_can_fail(monkeypatch):
     for name, test, case in (
-        ("summed_products", test_products_that_are_added_up_before_they_are_reduced, ("two", V5E, True)),
+        ("added_sums", test_products_that_are_added_up_before_they_are_reduced, ("two", V5E, True)),
         ("hoisted_sums", test_sums_in_loops_that_are_reduced_after_them, ("added up",)),
     ):
         monkeypatch.setattr(module, name, lambda *_: {})

@@ -446,11 +446,10 @@ class Prices:
         return self._collectives[key]
 
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
-        """Of products that are added up before they are reduced each pays its part."""
-        if finish.kind == "all_reduce" and group.summands > 1:
-            return self._collective(finish.kind, finish.axes, size) / group.summands
+        """Of sums that are added up before they are reduced each pays its part."""
         among = finish.devices(self.mesh) if finish.groups else None
-        return self._collective(finish.kind, finish.axes, size, among, late=group.feeds_only_results)
+        late = group.feeds_only_results
+        return self._collective(finish.kind, finish.axes, size, among, late=late) / group.summands
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""

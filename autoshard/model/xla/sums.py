@@ -1,4 +1,4 @@
-"""Partial sums: where XLA's compilers reduce what several products, or the turns of a loop, add up.
+"""Partial sums: where XLA's compilers reduce what several sums, or the turns of a loop, add up.
 
 TPU and GPU compilers add partial sums first and reduce the total once, of a loop after its last turn. The GPU compiler
 computes what is summed over devices, and what nothing waits for, last of all. Source: compiled programs.
@@ -9,13 +9,16 @@ computes what is summed over devices, and what nothing waits for, last of all. S
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
-from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
+
+_ADDED = frozenset({"conv_general_dilated", "dot_general", "reduce_sum", "scatter-add"})  # sums of what devices have
+_ADDS = frozenset({"add", "add_any"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def sums_in_loops(program: Program, once: Set[int]) -> Iterator[tuple[Equation, 
     for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
         inside, _ = carry.outputs
         total = program.makers.get(carry.inputs[1].id) if isinstance(carry.inputs[1], Value) else None
-        if total is None or total.primitive not in ("add", "add_any") or inside not in total.inputs:
+        if total is None or total.primitive not in _ADDS or inside not in total.inputs:
             continue
         added = next((x for x in total.inputs if x is not inside), None)
         if inside.id not in once:
@@ -72,30 +75,49 @@ def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) ->
     return found
 
 
-def summed_products(program: Program, once: Set[int], home: Mapping[int, Group]) -> dict[int, tuple[int, int]]:
-    """Products that are added up with others and read by nobody else -> the value that is their sum, and their number.
+def added_sums(program: Program, once: Set[int], home: Mapping[int, Group]) -> dict[int, tuple[int, int]]:
+    """Sums that are added up with others and read by nobody else -> the value that is their total, and their number.
 
-    These are `Group.accumulator` and `Group.summands`, by the group's index.
+    These are gradients of what is used in several places: weights of layers that share them, both twins of a network,
+    anything that a second derivative reads. They are `Group.accumulator` and `Group.summands`, by the group's index.
 
     Args:
         once: the values that are read once.
         home: equation index -> its group.
     """
     found: dict[int, tuple[int, int]] = {}
-    summed: dict[int, list[Group]] = {}  # value -> the products that it is the sum of
+    summed: dict[int, list[Group]] = {}  # value -> the sums that it is the total of
     for equation in program.equations:
-        product = is_matrix_product(equation)
-        if not product and equation.primitive not in ("add", "add_any"):
-            continue
-        (made,) = equation.outputs
-        products = [home[equation.index]]
-        if not product:
+        if equation.primitive in _ADDED and home[equation.index].reduction:
+            sums = [home[equation.index]]
+        elif equation.primitive in _ADDS:
             parts = [summed.get(x.id) if isinstance(x, Value) else None for x in equation.inputs]
             if not all(parts):
                 continue
-            products = list(itertools.chain(*filter(None, parts)))
-            for one in products:
-                found[one.index] = made.id, len(products)
-        if made.id in once:
-            summed[made.id] = products
+            sums = list(itertools.chain(*filter(None, parts)))
+            scatters = sum(map(_scatters, sums))
+            if scatters and not scatters == len(sums) == 2:
+                continue
+            for one in sums:
+                found[one.index] = equation.outputs[0].id, len(sums)
+            if scatters:
+                continue
+        elif _only_reorders(equation) and isinstance(equation.inputs[0], Value):
+            sums = summed.get(equation.inputs[0].id, [])
+        else:
+            continue
+        if sums and equation.outputs[0].id in once:
+            summed[equation.outputs[0].id] = sums
     return found
+
+
+def _scatters(group: Group) -> bool:
+    return any(equation.primitive == "scatter-add" for equation in group.equations)
+
+
+def _only_reorders(equation: Equation) -> bool:
+    """Whether its result has the elements of its operand in other dims. A sum over dims of one element has, too."""
+    if facts_of(equation.primitive).is_view:
+        return True
+    (made, *_) = equation.outputs
+    return equation.primitive == "reduce_sum" and math.prod(equation.inputs[0].shape) == math.prod(made.shape)
