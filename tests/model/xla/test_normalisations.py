@@ -1,5 +1,7 @@
 """What GPUs store of softmaxes and norms of rows: kernels by hand, and peaks as XLA for GPU has them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,8 +9,12 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from oracles import assert_peak_on_h100
 
 from autoshard import plan
+from autoshard.model.grouping import groups_of
 from autoshard.model.xla import fusion
-from autoshard.model.xla.gpu.normalisations import Normalisations
+from autoshard.model.xla.backends import H100
+from autoshard.model.xla.gpu.normalisations import Normalisations, _chain
+from autoshard.program import trace
+from autoshard.propagation import rules_for
 
 ROWS = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
 LABELS = jax.ShapeDtypeStruct((1024,), jnp.int32)
@@ -89,3 +95,10 @@ def test_kernels_that_store_nothing_are_caught(monkeypatch, name):
     monkeypatch.setattr(fusion, "normalisations", lambda *_: Normalisations())
     with pytest.raises(AssertionError):
         assert_peak_on_h100(planned(name))
+
+
+def test_a_chain_that_closes_ends():
+    """A group may alone read what it makes, where that is a result, too, as the rates of layers in LARS."""
+    program = trace(jnp.sin, (SMALL,), {})
+    (group,) = groups_of(program, rules_for(program), H100)
+    assert list(itertools.islice(_chain(group, [[group]]), 2)) == [group.index]

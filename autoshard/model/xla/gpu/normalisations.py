@@ -76,13 +76,15 @@ def _only_in(indices: Set[int], diamond: _Diamond, readers: Sequence[Sequence[Gr
 
 
 def _chain(group: Group, readers: Sequence[Sequence[Group]]) -> Iterator[int]:
-    """The group, and elementwise ones after it, each the only reader of the one before."""
+    """The group, and elementwise ones after it, each the only reader of the one before. In a loop a chain may close."""
     shape = group.outputs[0].value.shape
+    seen = {group.index}
     yield group.index
     while len(readers[group.index]) == 1:
         (group,) = readers[group.index]
-        if not group.fuses or not group.outputs or group.outputs[0].value.shape != shape:
+        if group.index in seen or not group.fuses or not group.outputs or group.outputs[0].value.shape != shape:
             return
+        seen.add(group.index)
         yield group.index
 
 
