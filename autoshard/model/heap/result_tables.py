@@ -6,9 +6,9 @@ operations with several results, and the copies that fetch arguments into the ch
 it, which hand on a semaphore. So a step of few bytes and many arrays holds mostly tables: 182 of 5.2 MB for two layers
 of T5 with Adafactor.
 
-An argument is fetched while other work runs, once, if the chip's own memory holds a shard. So one that is used without
-other work's results is taken to be read where it lies, and a result that is made of arguments alone to be written
-there. Numbers are no such arrays.
+An argument is fetched while other work runs, once, if the chip's own memory holds a shard, and a result is taken out
+while other work runs. So a copy counts only where enough operations run before an argument's first use, or after a
+result is made: programs of few operations have no tables. Numbers are no such arrays.
 
 Source: buffers of training steps compiled for v5e:2x4 and v5p:2x2x2. `tests/model/xla/test_result_tables.py` compiles
 some.
@@ -16,14 +16,15 @@ some.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from autoshard.model.groups import Group
 from autoshard.model.memory_terms import HeldArgument, HeldOutput
 from autoshard.model.xla.backends import Backend
 
+_OPERATIONS_BESIDE = 4  # that a copy runs beside at least
 TABLES = "tables of operations with several results"  # what the node that holds them is called
 
 
@@ -33,34 +34,37 @@ class ResultTables:
 
     backend: Backend
     devices: int
-    copies: int = 0  # of arguments and results, between the chip's own memory and that of arrays
+    used: list[int] = field(default_factory=list)  # program points of the first uses of arguments
+    made: list[int] = field(default_factory=list)  # program points at which results are made
     stored: Counter[int] = field(default_factory=Counter)  # index of a group -> arrays that it makes
+    points: dict[int, int] = field(default_factory=dict)  # index of such a group -> the point at which it runs
     beside: set[int] = field(default_factory=set)  # indices of groups that run in the operations of others
 
     def add_argument(self, argument: HeldArgument) -> None:
-        """Counts the copy that fetches it."""
+        """Notes the copy that fetches it."""
         fits = argument.value.bytes <= self.backend.on_chip_bytes * self.devices
-        if fits and math.prod(argument.value.shape) > 1:
-            self.copies += any(_has_work_before(group) for group, _ in argument.uses)
+        if fits and argument.uses and math.prod(argument.value.shape) > 1:
+            self.used.append(min(group.point for group, _ in argument.uses))
 
     def add_output(self, output: HeldOutput) -> None:
-        """Counts the copy that takes it out, if it is a result, and the table of its group."""
+        """Notes the copy that takes it out, if it is a result, and the table of its group."""
         group = output.group
         if not (output.is_stored or output.has_buffer) or group.is_boundary:
             return
-        if output.has_buffer and math.prod(output.value.shape) > 1 and not group.is_copy:
-            self.copies += _has_work_before(group)
+        if output.has_buffer and math.prod(output.value.shape) > 1:
+            self.made.append(group.point)
         self.stored[group.index] += 1
+        self.points[group.index] = group.point
         if group.runs_beside:
             self.beside.add(group.index)
 
     @property
     def bytes(self) -> int:
         """Of all tables."""
+        order = sorted(self.points.values())
+        if not self.backend.number_bytes or len(order) <= _OPERATIONS_BESIDE:
+            return 0
+        fetched = sum(bisect.bisect_left(order, point) >= _OPERATIONS_BESIDE for point in self.used)
+        taken_out = sum(len(order) - bisect.bisect_right(order, point) >= _OPERATIONS_BESIDE for point in self.made)
         several = {index for index, count in self.stored.items() if count > 1}
-        return self.backend.number_bytes * (self.copies + len(several | self.beside))
-
-
-def _has_work_before(group: Group) -> bool:
-    """Whether it reads what other groups make."""
-    return any(not use.value.from_outside for use in group.uses)
+        return self.backend.number_bytes * (fetched + taken_out + len(several | self.beside))
