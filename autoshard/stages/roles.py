@@ -145,10 +145,14 @@ class Roles:
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """Cheap forward equations on no parameters: every stage that reads them computes them itself."""
+        """Cheap equations on no parameters: every stage that reads them computes them itself.
+
+        They are of the forward pass, or read nothing, as zeros of the backward pass.
+        """
         found: set[int] = set()
         for i in self.loop:
-            if i in self.held or i in self.backward or any(var in self.parameters for var in self.inputs(i)):
+            inputs = self.inputs(i)
+            if i in self.held or (inputs and i in self.backward) or any(var in self.parameters for var in inputs):
                 continue
             eqn = self.step.equations[i]
             may = is_cheap(eqn) or (i,) in self.step.proof.drawn
