@@ -13,7 +13,7 @@ from autoshard.user_plan import Plan
 
 
 def check_combination(
-    what: str, options: Options, others: Mapping[str, Any], *, refines: bool, takes_uneven: bool
+    what: str, options: Options, others: Mapping[str, Any], *, refines: bool, takes_uneven: bool, recomputes: bool
 ) -> None:
     """
     Args:
@@ -21,13 +21,14 @@ def check_combination(
         others: what the user gives beside `options` that stages do not heed, by name; None where nothing is given.
         refines: whether `refine=` is heeded.
         takes_uneven: whether devices that differ are heeded.
+        recomputes: whether `remat=` is heeded.
 
     Raises:
         ArgumentError: some options are given that stages do not heed.
     """
     unheeded = {
         **others,
-        "remat": options.remat,
+        "remat": None if recomputes else options.remat,
         "search": options.search,
         "tactics": options.tactics or None,
         "rewrites": options.rewrites or None,
@@ -54,8 +55,15 @@ def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str
         ArgumentError: the plan has stages, which do not heed some option.
     """
     if isinstance(plan, PipelinePlan | OneJitPlan):
-        uneven = isinstance(plan, PipelinePlan)
-        check_combination("a plan with stages", options, {"pad": pad, "like": like}, refines=False, takes_uneven=uneven)
+        in_programs = isinstance(plan, PipelinePlan)
+        check_combination(
+            "a plan with stages",
+            options,
+            {"pad": pad, "like": like},
+            refines=False,
+            takes_uneven=in_programs,
+            recomputes=in_programs,
+        )
     if isinstance(like, PipelinePlan):
         raise PlanError(
             f"like=: the plan of {like.name} has {len(like.stages)} stages. Each array lies on the devices of its own "

@@ -33,7 +33,7 @@ from autoshard.stage_planning.pipeline_file import (
     stacked,
 )
 from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage, TaskCosts, pipeline_figures
-from autoshard.stage_planning.report import stages_section, timeline_html
+from autoshard.stage_planning.report import recomputation_remarks, stages_section, timeline_html
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import LOOP, Key
 from autoshard.stages.reading.stages_planner import StagesPlanner
@@ -321,7 +321,7 @@ def pipeline_plan(
         bound=min(bound, figures.seconds),
         cost=figures.seconds,
         memory=options.memory,
-        warnings=_copied_stacks(pipeline, result_parts, options.mesh, saved),
+        warnings=(*recomputation_remarks(pipeline), *_copied_stacks(pipeline, result_parts, options.mesh, saved)),
         annotations=Annotations({}, {}, {}),
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
@@ -399,6 +399,12 @@ def _needed(pipeline: PlannedPipeline, options: Options, least_task_seconds: flo
         part = topology.part(dict(mesh.shape), whole, places[0])
         found.append(peak * options.memory / topology.room_on(part, options.memory))
     return found
+
+
+def devices_over(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> list[int]:
+    """The devices of the schedule that hold more than the memory limit."""
+    needed = _needed(pipeline, options, least_task_seconds)
+    return [device for device, one in enumerate(needed) if one > options.memory * options.backend.usable]
 
 
 def check_fits(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> None:

@@ -21,7 +21,14 @@ from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.specs import check_agrees, fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.pipeline_plan import PipelinePlan, check_fits, pipeline_plan
+from autoshard.stage_planning.pipeline_plan import (
+    PipelinePlan,
+    check_fits,
+    devices_over,
+    figures_of,
+    pipeline_plan,
+)
+from autoshard.stage_planning.recomputing.asked_stages import StageLevels
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
 from autoshard.stages.plan_source import PlanSource
@@ -88,7 +95,9 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         """
         assert plan.saved is not None, "plans of stages have it"
         checked, options = plan.bound_to(program), self._options
-        found = plan.saved.restored(traced.step, traced.mesh, program, options.mesh, self._jit_keywords)
+        found = plan.saved.restored(
+            traced.step, traced.mesh, program, options.mesh, self._jit_keywords, options.topology
+        )
         made = pipeline_plan(found, options, DISPATCH_SECONDS, without=plan.without, bound=plan.bound)
         _check_fixed(made, program, options.fixed)
         return replace(made, warnings=checked.warnings, memory=checked.memory)
@@ -128,7 +137,8 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
     def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
         traced = self._traced(static, dynamic, types)
         program = traced.program(Variant())
-        found = self._plan_of(traced, program, str(self._request), lambda: self._planned_to_fit(traced, program))
+        asked = str(self._request) + (f", remat={self._options.remat!r}" if self._options.remat else "")
+        found = self._plan_of(traced, program, asked, lambda: self._planned_to_fit(traced, program))
         assert isinstance(found, PipelinePlan) and found.pipeline is not None, "it has stages"
         self._plans[id(found.pipeline)] = found
         return found.pipeline
@@ -138,7 +148,15 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
         Raises:
             MemoryLimitError: a stage holds more than the memory limit.
         """
-        pipeline, options = self._planned_stages(traced, program), self._options
+        options = self._options
+        if options.remat is None:
+            pipeline = self._planned_stages(traced, program)
+        else:
+            pipeline = StageLevels(
+                self._asked(traced, program),
+                lambda one: devices_over(one, options, DISPATCH_SECONDS),
+                lambda one: figures_of(one, options, DISPATCH_SECONDS).seconds,
+            ).fastest()
         check_fits(pipeline, options, DISPATCH_SECONDS)
         return pipeline_plan(pipeline, options, DISPATCH_SECONDS)
 

@@ -8,6 +8,7 @@ batch keeps and what a microbatch keeps is the same, equation by equation, which
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,51 @@ class MemoryPrices:
 
 
 @dataclass(frozen=True)
+class PricedStep:
+    """Per byte that a step can compute again instead of keep, what it costs, cheapest first."""
+
+    steps: tuple[tuple[float, float, float], ...]  # s per byte of whole arrays; bytes, and seconds on one device
+
+    @classmethod
+    def of(cls, whole: ClosedJaxpr, topology: Topology) -> PricedStep:
+        """
+        Args:
+            whole: the step for the whole batch, calls opened.
+        """
+        scope = Scope(whole, functools.partial(seconds_in_stages, topology=topology))
+        found = list[tuple[float, float, float]]()
+        for block, turns in scope.blocks():
+            choices = chain(block.forward_pass)
+            pairs = zip(itertools.pairwise(choices), slopes(choices, turns), strict=True)
+            steps = ((one, a.bytes - b.bytes, turns * (b.seconds - a.seconds)) for (a, b), one in pairs)
+            found += steps
+        return cls(tuple(sorted(found)))
+
+    def prices(self, most: int) -> tuple[float, ...]:
+        """Prices of memory, from the one at which nothing is computed again, at which the step keeps ever less.
+
+        >>> PricedStep(((1.0, 8.0, 8.0), (2.0, 1.0, 2.0), (3.0, 7.0, 21.0))).prices(3)
+        (0.0, 1.0, inf)
+
+        Args:
+            most: how many, two or more.
+        """
+        if not self.steps:
+            return ()
+        total = math.fsum(size for _, size, _ in self.steps)
+        found, saved = [0.0], 0.0
+        for one, several in itertools.groupby(self.steps, key=lambda step: step[0]):
+            saved += math.fsum(size for _, size, _ in several)
+            if saved < total and saved * (most - 1) >= len(found) * total and one > 0:
+                found.append(one)
+        return (*found[: most - 1], math.inf)
+
+    def seconds(self, price: float) -> float:
+        """Of computing again in one step what a price is for, on one device."""
+        return math.fsum(seconds for one, _, seconds in self.steps if price > 0 and one <= price)
+
+
+@dataclass(frozen=True)
 class KnownCuts:
     """What a plan says that each block keeps."""
 
@@ -91,8 +137,8 @@ class KnownCuts:
         Raises:
             PlanError: they are for other blocks.
         """
-        fits = len(blocks) == len(self.known)
-        if not fits or not all(_may_keep(one.block.forward_pass, cut) for one, cut in zip(blocks, self.known, strict=True)):
+        forward = [one.block.forward_pass for one in blocks]
+        if len(blocks) != len(self.known) or not all(map(_may_keep, forward, self.known)):
             raise PlanError(
                 "the plan says what stages keep for their backward pass, and this step keeps other values.\n"
                 "The plan is for another step; plan anew."
@@ -167,8 +213,8 @@ class ApartStep:
         known = [origins[var] for var in eqn.outvars if var in origins]
         if not known:
             return None
-        first = min((one.equation, one.trip) for one in known)
-        return sum((one.equation, one.trip) <= first for one in self.boundaries)
+        first = min(map(_place, known))
+        return sum(_place(boundary) <= first for boundary in self.boundaries)
 
     def blocks(self, scope: Scope, origins: Mapping[Var, Origin]) -> list[StageBlock]:
         """All blocks, with their stages."""
@@ -227,8 +273,7 @@ class ApartStep:
         for eqn in closed.jaxpr.eqns:
             found = [known[var] for var in eqn.outvars if var in known]
             behind = [known[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in known]
-            order = (lambda one: (one.equation, one.trip))
-            origin = min(found, key=order) if found else max(behind, key=order, default=Origin(0))
+            origin = min(found, key=_place) if found else max(behind, key=_place, default=Origin(0))
             origins.append(origin)
             for var in eqn.outvars:
                 known.setdefault(var, origin)
@@ -244,6 +289,10 @@ class ApartStep:
             if now.get(var) in made
         }
         return TakenApart(closed, tuple(origins), slices, joined)
+
+
+def _place(origin: Origin) -> tuple[int, int]:
+    return origin.equation, origin.trip
 
 
 def _made(closed: ClosedJaxpr) -> list[Var]:
