@@ -418,10 +418,11 @@ def check_fits(pipeline: PlannedPipeline, options: Options, least_task_seconds: 
         peak = figures_of(pipeline, options, least_task_seconds).peak_bytes[device]
         room = options.memory * peak / needed[device]
         usable = room * options.backend.usable
+        again = "" if options.remat else "remat='auto', "
         raise MemoryLimitError(
             f"pipeline: stage {device} of {pipeline.program.name} is predicted to hold {bytes_text(peak)} "
             f"per device, and {bytes_text(usable)} of {bytes_text(room)} are usable.\n"
-            "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
+            f"Use {again}more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
             budget=options.memory,
             needed=needed[device] / options.backend.usable,
         )

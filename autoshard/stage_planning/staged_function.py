@@ -27,8 +27,9 @@ from autoshard.stage_planning.pipeline_plan import (
     devices_over,
     figures_of,
     pipeline_plan,
+    planned_stages,
 )
-from autoshard.stage_planning.recomputing.asked_stages import StageLevels
+from autoshard.stage_planning.recomputing.asked_stages import StageFigures, StageLevels
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
 from autoshard.stages.plan_source import PlanSource
@@ -152,13 +153,15 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
         if options.remat is None:
             pipeline = self._planned_stages(traced, program)
         else:
-            pipeline = StageLevels(
-                self._asked(traced, program),
-                lambda one: devices_over(one, options, DISPATCH_SECONDS),
-                lambda one: figures_of(one, options, DISPATCH_SECONDS).seconds,
-            ).fastest()
+            until = time.monotonic() + options.time_limit
+            pipeline = StageLevels(self._asked(traced, program), self._stage_figures, until).fastest()
         check_fits(pipeline, options, DISPATCH_SECONDS)
         return pipeline_plan(pipeline, options, DISPATCH_SECONDS)
+
+    def _stage_figures(self, pipeline: PlannedPipeline) -> StageFigures:
+        figures = figures_of(pipeline, self._options, DISPATCH_SECONDS)
+        work = [stage.seconds for stage in planned_stages(pipeline, figures)]
+        return StageFigures(figures.seconds, work, devices_over(pipeline, self._options, DISPATCH_SECONDS))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,20 +1,31 @@
-"""Stages that the user asks for in, out the same with what they compute again so that each of them fits.
+"""Stages that the user asks for in, out the same with what they compute again: as is fastest within the memory.
 
-Of every device of the schedule the cheapest level is sought at which it fits, for all devices at once: what a device
-holds does not depend on what others compute again. Devices with more microbatches in flight thus compute more again.
+All stages are planned at every price of memory. Of the prices at which a stage fits, it gets the one at which it works
+least: what a stage takes and holds does not depend on what others compute again. So stages with more microbatches in
+flight compute more again. To keep less may take less time even where there is room, since what is kept is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.jaxprs import REMAT, Jaxpr, inner_jaxprs
 from autoshard.stages.placement.recomputing import MemoryPrices, PricedStep
 from autoshard.stages.planned_pipeline import AskedStages, PlannedPipeline
 
-MOST_PRICES = 12  # of memory that a stage chooses from: neighbours differ by an eleventh of what can be computed again
+MOST_PRICES = 8  # of memory that a stage chooses from: neighbours differ by a seventh of what can be computed again
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What a pipeline that is planned takes and holds."""
+
+    seconds: float  # per step
+    work: Sequence[float]  # s per step that each stage works
+    too_large: Collection[int]  # the devices of the schedule that hold more than they may
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +33,8 @@ class StageLevels:
     """The search for what stages that are asked for compute again."""
 
     asked: AskedStages
-    too_large: Callable[[PlannedPipeline], Sequence[int]]  # the devices of the schedule that hold more than they may
-    seconds: Callable[[PlannedPipeline], float]  # per step
+    figures: Callable[[PlannedPipeline], StageFigures]
+    until: float = math.inf  # when the search ends, as `time.monotonic` has it, once something fits
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
@@ -46,47 +57,33 @@ class StageLevels:
         chosen = MemoryPrices(tuple(price[stage] for stage in range(self.asked.stages)), self.asked.options.topology)
         return self.asked.planned(chosen, is_limited=False)
 
-    def unfit(self, pipeline: PlannedPipeline) -> set[int]:
+    def unfit(self, pipeline: PlannedPipeline, figures: StageFigures) -> set[int]:
         """The parts that hold too much, by their numbers."""
-        placement, stages, found = pipeline.schedule.placement, self.asked.stages, set(self.too_large(pipeline))
-        over = {v % stages for v, device in enumerate(placement) if device in found}
+        placement, stages = pipeline.schedule.placement, self.asked.stages
+        over = {v % stages for v, device in enumerate(placement) if device in figures.too_large}
         return {number for number, part in enumerate(self.parts) if not part.isdisjoint(over)}
 
     def fastest(self) -> PlannedPipeline:
-        """The stages with as little computed again as fits; the leanest where nothing does, or where no choice is.
+        """The fastest stages that fit; the leanest ones where none do.
 
         Raises:
             MicrobatchError: a microbatch would keep something else than the whole batch.
         """
-        as_written = self.asked.planned(is_limited=False)
-        too_large = self.unfit(as_written)
-        is_plain = not _has_marks(self.asked.step.whole.jaxpr)
-        if (not too_large and is_plain) or not self.prices:
-            return as_written
+        ways = [self.asked.planned(is_limited=False)]
+        best = dict[int, tuple[float, int]]()  # part -> the seconds that it works, and the level
         last = len(self.prices) - 1
-        leanest = self.planned([last] * len(self.parts))
-        if self.unfit(leanest):
-            return leanest if too_large else as_written
-        high = [last if number in too_large or not is_plain else 0 for number in range(len(self.parts))]
-        low = [0 if number in too_large and is_plain else -1 for number in range(len(self.parts))]
-        while any(b - a > 1 for a, b in zip(low, high, strict=True)):
-            middle = [(a + b) // 2 if b - a > 1 else b for a, b in zip(low, high, strict=True)]
-            over = self.unfit(self.planned(middle))
-            for number, level in enumerate(middle):
-                if number in over:
-                    low[number] = level
-                else:
-                    high[number] = level
-        ways = [leanest, self.planned(high)]
-        # With less kept there may be room for layouts that take less time than computing again.
-        further = [min(level + 1, last) if level else 0 for level in high]
-        ways += [self.planned(further)] if further != high else []
-        ways += [as_written]
-        return min(ways, key=lambda one: (bool(self.unfit(one)), self.seconds(one)))
-
-
-def _has_marks(jaxpr: Jaxpr) -> bool:
-    """Whether the user says somewhere what is computed again."""
-    return any(
-        eqn.primitive.name in REMAT or any(_has_marks(inner.jaxpr) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
-    )
+        order = (last, *range(last)) if self.prices else ()
+        for level in order:  # the leanest first
+            if time.monotonic() > self.until and len(best) == len(self.parts):
+                break
+            ways.append(self.planned([level] * len(self.parts)))
+            figures = self.figures(ways[-1])
+            over = self.unfit(ways[-1], figures)
+            for number, part in enumerate(self.parts):
+                if number not in over:
+                    found = sum(figures.work[stage] for stage in part), level
+                    best[number] = min(best.get(number, found), found)
+        if len(best) == len(self.parts):
+            ways.append(self.planned([best[number][1] for number in range(len(best))]))
+        fitting = [(figures.seconds, n) for n, one in enumerate(ways) if not (figures := self.figures(one)).too_large]
+        return ways[min(fitting)[1]] if fitting else ways[min(1, len(ways) - 1)]

@@ -1,0 +1,120 @@
+"""remat='auto' with stages: steps that fit no pipeline without, what each stage computes again, plans in files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+from autoshard import ArgumentError, MemoryLimitError, Plan, PlanError, autoshard, plan
+from autoshard.stage_planning.recomputing.asked_stages import StageLevels
+
+LAYERS, WIDTH = 4, 8
+
+
+def step(weights, x):
+    def loss(weights):
+        def layer(x, w):
+            return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: (w - 0.1 * g).astype(w.dtype), weights, gradients), value
+
+
+def sizes(layers, width, rows):
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    return {"up": array(layers, width, 4 * width), "down": array(layers, 4 * width, width)}, array(rows, width)
+
+
+def large(**said):
+    """Eight layers of width 4,096, in four stages of one chip each."""
+    pipeline = {"stages": 4, "microbatches": 8}
+    mesh = AbstractMesh((4,), ("stage",))
+    return plan(step, *sizes(8, 4096, 16384), mesh=mesh, topology="v5e:4", pipeline=pipeline, **said)
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return large(remat="auto", memory="3.2GiB")
+
+
+def test_stages_with_more_microbatches_in_flight_compute_more_again(mixed):
+    with pytest.raises(MemoryLimitError, match="pipeline: ") as refused:
+        large(memory="3.2GiB")
+    assert refused.value.needed > 3.2 * 2**30 and "remat='auto'" in str(refused.value)
+    again = mixed.pipeline.programs.recomputed.seconds
+    assert again[0] > 2 * max(again[1:]) and min(again) > 0
+    assert max(stage.peak_bytes for stage in mixed.stages) < 0.85 * 3.2 * 2**30
+    assert mixed.warnings[0].startswith("remat='auto': stage 0 keeps 32.0 MiB of each microbatch")
+    assert "stage 1 keeps 160.0 MiB" in str(mixed)
+
+
+def test_a_level_in_the_middle_is_faster_than_all_and_than_nothing(mixed, monkeypatch):
+    roomy, nothing = large(remat="auto"), large()
+    monkeypatch.setattr(StageLevels, "parts", [frozenset(range(4))])
+    alike = large(remat="auto", memory="3.2GiB")
+    most = alike.pipeline.programs.recomputed.seconds
+    assert all(0 < one < 0.5 * two for one, two in zip(roomy.pipeline.programs.recomputed.seconds, most, strict=True))
+    ways = [roomy, mixed, alike, nothing]
+    seconds = [one.predicted.step_seconds for one in ways]
+    assert seconds == sorted(set(seconds))
+
+
+def test_the_error_of_a_step_that_fits_in_no_way_has_the_figures_of_the_leanest():
+    with pytest.raises(MemoryLimitError, match="is predicted to hold 2.5 GiB per device, and 1.7 GiB of 2.0 GiB") as no:
+        large(remat="auto", memory="2GiB")
+    assert "Use more stages" in str(no.value)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A step with its arguments, the limit that it meets only by computing again, and what it is planned with."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    up = jax.random.normal(keys[0], (LAYERS, WIDTH, 4 * WIDTH)) / 8
+    down = jax.random.normal(keys[1], (LAYERS, 4 * WIDTH, WIDTH)) / 8
+    args = {"up": up, "down": down}, jax.random.normal(keys[2], (64, WIDTH))
+    how = {"mesh": jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2]), "memory": "44KiB"}
+    return args, how | {"pipeline": {"stages": 2, "microbatches": 4}}
+
+
+def test_a_step_that_fits_no_pipeline_trains_with_values_computed_again(small, tmp_path):
+    args, how = small
+    with pytest.raises(MemoryLimitError):
+        autoshard(step, **how).plan(*args)
+    train = autoshard(step, **how, remat="auto", cache=tmp_path / "cache")
+    made = train.plan(*args)
+    plain, staged = args[0], args[0]
+    for _ in range(5):
+        plain, expected = jax.jit(step)(plain, args[1])
+        staged, found = train(staged, args[1])
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(staged), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+    made.save(tmp_path / "plan.json")  # the plan knows what is computed again, whoever runs by it
+    mesh = how["mesh"]
+    assert autoshard(step, mesh=mesh, plan=tmp_path / "plan.json").plan(*args).dumps() == made.dumps()
+    read = autoshard(step, mesh=mesh, plan=tmp_path / "plan.json", topology="v5e:2").plan(*args)
+    assert read.pipeline.programs.recomputed.cuts == made.pipeline.programs.recomputed.cuts
+    assert [one.fingerprint for one in read.pipeline.plans] == [one.fingerprint for one in made.pipeline.plans]
+    again = autoshard(step, **how, remat="auto", cache=tmp_path / "cache").plan(*args)
+    assert again.dumps() == made.dumps()
+    with pytest.raises(MemoryLimitError):  # the cache knows that it was asked for
+        autoshard(step, **how, cache=tmp_path / "cache").plan(*args)
+
+    assert made.explain("weights/up").reasons[0].startswith("It is a stack of layers: rows 0 to 1 on stage 0")
+    assert made.what_if(memory="1MiB").pipeline.programs.recomputed == made.pipeline.programs.recomputed
+
+    other = made.dumps().replace('"recomputed"', '"again"')
+    with pytest.raises(PlanError, match="again"):
+        Plan.loads(other, mesh)
+
+
+def test_one_program_for_all_stages_computes_nothing_again(small):
+    _, how = small
+    with pytest.raises(ArgumentError, match="pipeline= cannot be combined with remat="):
+        autoshard(step, **how | {"pipeline": {"stages": 2, "backend": "one_jit"}}, remat="auto")
