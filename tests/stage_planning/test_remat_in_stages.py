@@ -1,5 +1,7 @@
 """remat='auto' with stages: steps that fit no pipeline without, what each stage computes again, plans in files."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +67,7 @@ def test_a_level_in_the_middle_is_faster_than_all_and_than_nothing(mixed, monkey
 
 
 def test_the_error_of_a_step_that_fits_in_no_way_has_the_figures_of_the_leanest():
-    with pytest.raises(MemoryLimitError, match="is predicted to hold 2.5 GiB per device, and 1.7 GiB of 2.0 GiB") as no:
+    with pytest.raises(MemoryLimitError, match=r"predicted to hold 2\.5 GiB per device, and 1\.7 GiB of") as no:
         large(remat="auto", memory="2GiB")
     assert "Use more stages" in str(no.value)
 
@@ -109,9 +111,11 @@ def test_a_step_that_fits_no_pipeline_trains_with_values_computed_again(small, t
     assert made.explain("weights/up").reasons[0].startswith("It is a stack of layers: rows 0 to 1 on stage 0")
     assert made.what_if(memory="1MiB").pipeline.programs.recomputed == made.pipeline.programs.recomputed
 
-    other = made.dumps().replace('"recomputed"', '"again"')
-    with pytest.raises(PlanError, match="again"):
-        Plan.loads(other, mesh)
+    content = json.loads(made.dumps())
+    del content["digest"]
+    for damaged in ({"cuts": [[[0]]], "seconds": []}, {"cuts": []}):
+        with pytest.raises(PlanError, match="recomputed"):
+            Plan.loads(json.dumps(content | {"pipeline": content["pipeline"] | {"recomputed": damaged}}), mesh)
 
 
 def test_one_program_for_all_stages_computes_nothing_again(small):

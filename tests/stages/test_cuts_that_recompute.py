@@ -1,4 +1,4 @@
-"""Stages that compute again what they would keep: the numbers stay, less is kept, and both traces are rewritten alike."""
+"""Stages that compute again what they would keep: numbers stay, less is kept, both traces are rewritten alike."""
 
 import dataclasses
 import math

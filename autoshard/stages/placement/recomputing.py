@@ -156,7 +156,7 @@ def _may_keep(forward: ForwardPass, cut: BlockCut) -> bool:
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class LeanTraces:
     """A step taken apart, with values computed again."""
 
     whole: TakenApart
@@ -236,7 +236,7 @@ class ApartStep:
         """Those of the whole batch."""
         return self.blocks(self.scope, _origins_in(self.scope, self.made, self.origins))
 
-    def recomputed(self, choice: CutChoice) -> Recomputed:
+    def recomputed(self, choice: CutChoice) -> LeanTraces:
         """The same step with what is chosen computed again.
 
         Raises:
@@ -257,7 +257,7 @@ class ApartStep:
         for one in self.own_blocks:
             seconds[one.stage] += one.turns * chosen[one.block].seconds
         summary = RecomputedBlocks(tuple(cuts), tuple(seconds))
-        return Recomputed(self._apart(closed, watched), with_live_equations(part), summary)
+        return LeanTraces(self._apart(closed, watched), with_live_equations(part), summary)
 
     def _apart(self, closed: ClosedJaxpr, watched: Mapping[int, Any]) -> TakenApart:
         """The rewritten step, with all that is known of its variables."""
