@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from autoshard.stage_planning.pipeline_plan import (
     planned_stages,
 )
 from autoshard.stage_planning.recomputing.asked_stages import StageFigures, StageLevels
+from autoshard.stage_planning.recomputing.levels import RecomputationLevels
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
 from autoshard.stages.plan_source import PlanSource
@@ -234,7 +236,8 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
     def _chosen(self, args: Any, kwargs: Any, static: Any, dynamic: Arguments, flat: FlatCall) -> _Choice:
         traced = self._traced(static, dynamic, self._types(flat.arrays, static, dynamic))
         program = traced.program(Variant())
-        made = self._plan_of(traced, program, "auto", lambda: self._fastest_of_all(args, kwargs, traced, program))
+        asked = "auto" + (f", remat={self._options.remat!r}" if self._options.remat else "")
+        made = self._plan_of(traced, program, asked, lambda: self._fastest_of_all(args, kwargs, traced, program))
         if not isinstance(made, PipelinePlan):
             return _Choice(None, replace(self._plain.plan(*args, **kwargs), warnings=made.warnings))
         assert made.pipeline is not None, "it is bound"
@@ -251,7 +254,8 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
             plain = error
         try:
             until = max(begin + limit, time.monotonic() + LEAST_STAGES_SHARE * limit)
-            found = self._found(traced, program, until)
+            enough = plain.predicted.step_seconds if isinstance(plain, Plan) else math.inf
+            found = self._found(traced, program, until, enough)
         except (MicrobatchError, StageError) as error:
             return _without(plain, f"pipeline='auto': the step runs without stages, as it cannot be cut: {error}")
         if found is None:
@@ -267,14 +271,16 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         return made
 
     def _found(
-        self, traced: StepVariants, program: Program, until: float
+        self, traced: StepVariants, program: Program, until: float, enough: float
     ) -> tuple[PlannedPipeline, ChosenPipeline] | None:
         options = self._options
         fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
-        steps = CuttableSteps(traced.step, program, traced.mesh, own)
+        levels = None if options.remat is None else RecomputationLevels.of(traced.step, options.topology)
+        steps = CuttableSteps(traced.step, program, traced.mesh, own, levels)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
-        chosen = choose_pipeline(steps, machine, until=until)
+        more: dict[str, Any] = {} if levels is None else {"levels": levels.seconds, "enough": enough}
+        chosen = choose_pipeline(steps, machine, until=until, **more)
         return None if chosen is None else (planned_pipeline(chosen, program, options, self._jit_keywords), chosen)
 
 

@@ -1,5 +1,6 @@
 """remat='auto' with stages: steps that fit no pipeline without, what each stage computes again, plans in files."""
 
+import dataclasses
 import json
 
 import jax
@@ -10,6 +11,8 @@ from jax.sharding import AbstractMesh
 
 from autoshard import ArgumentError, MemoryLimitError, Plan, PlanError, autoshard, plan
 from autoshard.stage_planning.recomputing.asked_stages import StageLevels
+from autoshard.stage_planning.recomputing.levels import RecomputationLevels
+from autoshard.stage_planning.space import PlannedSpace
 
 LAYERS, WIDTH = 4, 8
 
@@ -116,6 +119,52 @@ def test_a_step_that_fits_no_pipeline_trains_with_values_computed_again(small, t
     for damaged in ({"cuts": [[[0]]], "seconds": []}, {"cuts": []}):
         with pytest.raises(PlanError, match="recomputed"):
             Plan.loads(json.dumps(content | {"pipeline": content["pipeline"] | {"recomputed": damaged}}), mesh)
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """A step whose width no axis divides, with what it is planned with."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    up, down = jax.random.normal(keys[0], (3, 13, 53)) / 8, jax.random.normal(keys[1], (3, 53, 13)) / 8
+    args = {"up": up, "down": down}, jax.random.normal(keys[2], (8, 16, 13))
+    return args, {"mesh": jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), "memory": "100KiB"}
+
+
+def test_the_search_finds_stages_that_fit_by_computing_again(narrow, tmp_path):
+    args, how = narrow
+    for said in ({"pipeline": "auto"}, {"remat": "auto"}):
+        with pytest.raises(MemoryLimitError):
+            autoshard(step, **how, **said).plan(*args)
+    train = autoshard(step, **how, pipeline="auto", remat="auto")
+    made = train.plan(*args)
+    again = made.pipeline.programs.recomputed.seconds
+    assert again[0] > 0 == again[1]  # which has fewer microbatches in flight
+    assert made.bound <= made.predicted.step_seconds
+    assert "remat='auto': stage 0 keeps" in str(made)
+    (weights, loss), (expected, known) = train(*args), jax.jit(step)(*args)
+    np.testing.assert_allclose(loss, known, rtol=1e-4)
+    for one, other in zip(jax.tree.leaves(weights), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    made.save(tmp_path / "plan.json")
+    read = autoshard(step, mesh=how["mesh"], plan=tmp_path / "plan.json").plan(*args)
+    assert read.dumps() == made.dumps()
+
+
+def test_levels_that_compute_again_for_too_long_are_not_planned(narrow, monkeypatch):
+    args, how = narrow
+    before, planned = RecomputationLevels.of, []
+
+    def slow(traced, on):
+        found = before(traced, on)
+        return dataclasses.replace(found, seconds=dict.fromkeys(found.seconds, 1.0))
+
+    monkeypatch.setattr(RecomputationLevels, "of", slow)
+    monkeypatch.setattr(PlannedSpace, "with_level", lambda self, request: planned.append(request.level) or self)
+    autoshard(step, **how | {"memory": "1MiB"}, pipeline="auto", remat="auto").plan(*args)
+    assert planned == []
+    with pytest.raises(MemoryLimitError):  # as long as nothing fits, nothing is too slow
+        autoshard(step, **how, pipeline="auto", remat="auto").plan(*args)
+    assert planned == ["remat 1", "remat 2", "remat 3"][: len(planned)] != []
 
 
 def test_one_program_for_all_stages_computes_nothing_again(small):
