@@ -321,7 +321,12 @@ def pipeline_plan(
         bound=min(bound, figures.seconds),
         cost=figures.seconds,
         memory=options.memory,
-        warnings=(*recomputation_remarks(pipeline), *_copied_stacks(pipeline, result_parts, options.mesh, saved)),
+        warnings=(
+            *(one.remark for one in pipeline.rewritten),
+            *recomputation_remarks(pipeline),
+            *_copied_stacks(pipeline, result_parts, options.mesh, saved),
+        ),
+        rewrites=tuple((one.name, one.places) for one in pipeline.rewritten),
         annotations=Annotations({}, {}, {}),
         argument_tree=program.in_tree,
         result_tree=program.out_tree,

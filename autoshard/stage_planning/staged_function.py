@@ -19,6 +19,7 @@ from autoshard.planning import lowered
 from autoshard.processes.agreement import Claims, check_alike
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
+from autoshard.program.program import RewrittenPlaces
 from autoshard.program.signature import Arguments
 from autoshard.specs import check_agrees, fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
@@ -39,6 +40,7 @@ from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.user_plan import Plan
+from autoshard.variants.rewriting import RewriteSearch, as_planned
 from autoshard.variants.variant import StepVariants, Variant
 
 LEAST_STAGES_SHARE = 0.25  # of the time limit: what is left for stages, however long the plan without them has taken
@@ -98,9 +100,11 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         """
         assert plan.saved is not None, "plans of stages have it"
         checked, options = plan.bound_to(program), self._options
+        written = as_planned(traced, plan.rewrites, options.mesh.size // plan.saved.stages)
         found = plan.saved.restored(
-            traced.step, traced.mesh, program, options.mesh, self._jit_keywords, options.topology
+            written.step, traced.mesh, program, options.mesh, self._jit_keywords, options.topology
         )
+        found = replace(found, rewritten=_places(written))
         made = pipeline_plan(found, options, DISPATCH_SECONDS, without=plan.without, bound=plan.bound)
         _check_fixed(made, program, options.fixed)
         return replace(made, warnings=checked.warnings, memory=checked.memory)
@@ -141,13 +145,34 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
         traced = self._traced(static, dynamic, types)
         program = traced.program(Variant())
         asked = str(self._request) + (f", remat={self._options.remat!r}" if self._options.remat else "")
-        found = self._plan_of(traced, program, asked, lambda: self._planned_to_fit(traced, program))
+        asked += f", rewrites={self._options.rewrites}" if self._options.rewrites else ""
+        found = self._plan_of(traced, program, asked, lambda: self._fastest_rewritten_stages(traced, program))
         assert isinstance(found, PipelinePlan) and found.pipeline is not None, "it has stages"
         self._plans[id(found.pipeline)] = found
         return found.pipeline
 
+    def _fastest_rewritten_stages(self, traced: StepVariants, program: Program) -> PipelinePlan:
+        """The stages of the step rewritten as is fastest, if that is asked for."""
+        options = self._options
+        if not options.rewrites:
+            return self._planned_to_fit(traced, program)
+
+        def planned(variants: StepVariants, enough: float, share: float) -> _PlannedStages:
+            try:
+                return _PlannedStages(self._planned_to_fit(variants, program))
+            except StageError as error:
+                if variants is traced:
+                    raise
+                raise MicrobatchError(str(error)) from error  # it is not rewritten so
+
+        devices, until = options.mesh.size // self._request.stages, time.monotonic() + options.time_limit
+        return RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest().plan
+
     def _planned_to_fit(self, traced: StepVariants, program: Program) -> PipelinePlan:
         """
+        Args:
+            program: the step as it is written, which may be rewritten in `traced`.
+
         Raises:
             MemoryLimitError: a stage holds more than the memory limit.
         """
@@ -157,6 +182,7 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
         else:
             until = time.monotonic() + options.time_limit
             pipeline = StageLevels(self._asked(traced, program), self._stage_figures, until).fastest()
+        pipeline = replace(pipeline, rewritten=_places(traced))
         check_fits(pipeline, options, DISPATCH_SECONDS)
         return pipeline_plan(pipeline, options, DISPATCH_SECONDS)
 
@@ -164,6 +190,18 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
         figures = figures_of(pipeline, self._options, DISPATCH_SECONDS)
         work = [stage.seconds for stage in planned_stages(pipeline, figures)]
         return StageFigures(figures.seconds, work, devices_over(pipeline, self._options, DISPATCH_SECONDS))
+
+
+@dataclass(frozen=True)
+class _PlannedStages:
+    """One way to write a step, planned in the stages that are asked for."""
+
+    plan: PipelinePlan
+
+
+def _places(traced: StepVariants) -> tuple[RewrittenPlaces, ...]:
+    """Where a step was rewritten by laws."""
+    return traced.program(Variant()).rewritten
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from autoshard.options import Options
 from autoshard.pipeline import Schedule, schedule
 from autoshard.program import Program
+from autoshard.program.program import RewrittenPlaces
 from autoshard.program.tracing import TracedStep
 from autoshard.specs import fixed_layouts
 from autoshard.stages.cutting import CuttableStep, cut
@@ -37,6 +38,7 @@ class PlannedPipeline:
     program: Program = field(repr=False)  # the step as it is written
     layers: tuple[tuple[str, ...], ...] = ()  # per stage, the user's lines at which its units begin
     positions: tuple[tuple[int, ...], ...] = ()  # per device of the schedule, its devices by their place in the mesh
+    rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, before the step was cut
 
     def home(self, key: Key) -> Any:
         """The mesh that keeps an argument, piece or constant, or makes a value for the next step."""

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh
+from models import gpt
 
 from autoshard import ArgumentError, MemoryLimitError, Plan, PlanError, autoshard, plan
 from autoshard.stage_planning.recomputing.asked_stages import StageLevels
@@ -171,3 +173,28 @@ def test_one_program_for_all_stages_computes_nothing_again(small):
     _, how = small
     with pytest.raises(ArgumentError, match="pipeline= cannot be combined with remat="):
         autoshard(step, **how | {"pipeline": {"stages": 2, "backend": "one_jit"}}, remat="auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan, schedule", [(True, "1f1b"), (True, "gpipe"), (False, "1f1b"), (False, "gpipe")])
+def test_a_model_trains_as_on_one_device_with_values_computed_again(scan, schedule):
+    def trained(wrapped):
+        model = gpt.make(layers=4, d_model=32, heads=4, vocab=64, seq=16, batch=16, scan=scan)
+        train, state, losses = wrapped(model.step), model.state, []
+        for i in range(5):
+            state, loss = train(state, model.batches(i))
+            losses.append(float(loss))
+        return losses, jax.tree.leaves(state)
+
+    mesh, pipeline = jax.make_mesh((4, 2), ("stage", "data")), {"stages": 4, "microbatches": 8, "schedule": schedule}
+    staged = []
+
+    def sharded(train):
+        staged.append(autoshard(train, mesh=mesh, pipeline=pipeline, topology="v5e:4x2", memory="512KiB", remat="auto"))
+        return staged[0]
+
+    (losses, weights), (expected, known) = trained(sharded), trained(nnx.jit)
+    assert "computes again for" in next(iter(staged[0]._plans.values())).warnings[0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    for one, other in zip(weights, known, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=2e-5)

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from autoshard.errors import MicrobatchError, PlanError
-from autoshard.jaxprs import ClosedJaxpr, DropVar, JaxprEqn, Var, with_live_equations
+from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var, inner_jaxprs, with_live_equations
 from autoshard.mesh.topology import Topology
 from autoshard.remat.alike import is_alike
 from autoshard.remat.costs import Seconds, seconds_again
@@ -34,6 +34,13 @@ def seconds_in_stages(eqn: JaxprEqn, topology: Topology) -> float:
     """
     makes_arrays = any(math.prod(getattr(var.aval, "shape", ())) > 1 for var in eqn.outvars)
     return seconds_again(eqn, topology) if makes_arrays else math.inf
+
+
+def has_marks(jaxpr: Jaxpr) -> bool:
+    """Whether the user says somewhere what is computed again."""
+    return any(
+        eqn.primitive.name in REMAT or any(has_marks(inner.jaxpr) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
+    )
 
 
 @dataclass(frozen=True)
