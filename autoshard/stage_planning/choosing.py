@@ -43,7 +43,7 @@ SEARCHES = 4  # at most, each on tables with more planned costs than the one bef
 TIGHTER_SEARCHES = 2  # at most, once no choice fits whose stages were planned
 # Of the time limit: when the last units are planned, and of the rest, when the search of stages ends.
 UNITS_SHARE, SEARCH_SHARE = 0.5, 0.3
-LEVELS_LEAVE = 0.6  # of the time limit: for pipelines that keep what the step is written to, before others are searched
+LEVELS_SHARE = 0.5  # of the time limit: what levels of recomputation get at least where nothing fits without them
 ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that are so near are not searched again
 
 
@@ -171,6 +171,7 @@ def choose_pipeline(
         MicrobatchError: the step cannot run in microbatches, with the line.
         StageError: it cannot be cut.
     """
+    begin = time.monotonic()
     counts = microbatch_counts(steps.rows) if counts is None else list(counts)
     if not counts:
         return None
@@ -187,16 +188,17 @@ def choose_pipeline(
         schedules,
         shapes=shapes,
         least_stages=least_stages,
-        until=_part_of_time(until, UNITS_SHARE * (LEVELS_LEAVE if levels else 1.0)),
+        until=_part_of_time(until, UNITS_SHARE),
         **more,
     )
     found = planned_space(request)
     if found is None:
         return None
     settings = settings or SearchSettings()
-    ends = _part_of_time(until, LEVELS_LEAVE) if levels else until
-    tried, found, result = _searched(found, steps, machine, settings, ends)
+    tried, found, result = _searched(found, steps, machine, settings, until)
     if levels:
+        if tried.best is None and math.isfinite(until):
+            until = max(until, time.monotonic() + LEVELS_SHARE * (until - begin))
         ends = _part_of_time(until, UNITS_SHARE)
         known = min(enough, _seconds(tried.best))
         useful = [name for name, again in levels.items() if again / found.space.row.devices < known]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from jax.sharding import AbstractMesh
 from models import gpt
 
 from autoshard import ArgumentError, MemoryLimitError, Plan, PlanError, autoshard, plan
+from autoshard.stage_planning import choosing
 from autoshard.stage_planning.recomputing.asked_stages import StageLevels
 from autoshard.stage_planning.recomputing.levels import RecomputationLevels
 from autoshard.stage_planning.space import PlannedSpace
@@ -167,6 +170,25 @@ def test_the_error_of_a_step_that_fits_in_no_way_has_the_figures_of_the_leanest(
     with pytest.raises(MemoryLimitError, match=r"is predicted to hold .* per device, and 17\.0 KiB of") as no:
         autoshard(step, **how | {"memory": "20KiB"}, remat="auto").plan(*args)
     assert "Use more stages" in str(no.value) and 20 * 2**10 < no.value.needed < 44 * 2**10
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_levels_have_time_of_their_own_where_nothing_fits_without(monkeypatch, fits):
+    ends, space = [], SimpleNamespace(space=SimpleNamespace(row=SimpleNamespace(devices=2)), shapes={})
+    space.with_level = lambda request: space
+    best = SimpleNamespace(simulated=SimpleNamespace(seconds=1.0)) if fits else None
+
+    def searched(found, steps, machine, settings, until):
+        ends.append(until)
+        time.sleep(0.1)
+        return choosing._Outcome(best, 1.0, None, 1.0), found, None
+
+    monkeypatch.setattr(choosing, "planned_space", lambda _: space)
+    monkeypatch.setattr(choosing, "_searched", searched)
+    machine = SimpleNamespace(mesh_shape={}, topology=None, backend=None, memory=1.0)
+    steps = SimpleNamespace(cut_into_units=lambda *_: None, units_of=lambda _: SimpleNamespace(units=()))
+    choosing.choose_pipeline(steps, machine, counts=[2], until=time.monotonic() + 0.1, levels={"remat 1": 0.5})
+    assert (ends[0] == ends[1]) == fits and ends[1] - ends[0] < 0.1
 
 
 def test_one_program_for_all_stages_computes_nothing_again(small):
