@@ -86,7 +86,7 @@ def groups_of(
     again = recomputation(program, groups, users, needed_outside | scattered, backend, (mesh or {}).values())
     last = _last_runs(groups, users, points, again.repeated)
     starts = backend.operations.least_seconds > 0
-    beside = running_beside(groups, again.repeated, ending) if starts else [False] * len(groups)
+    together = running_beside(groups, again.repeated, ending) if starts else [None] * len(groups)
     is_ahead = starts and not backend.operations.are_kernels
     ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
@@ -108,7 +108,8 @@ def groups_of(
             is_normalising=i in again.normalising,
             ends_product=ending[i],
             runs_ahead=ahead[i],
-            runs_beside=beside[i],
+            runs_beside=bool(together[i]),
+            read_before=together[i],
             counts_turns=i in counting,
             writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
             is_copy=_is_copied(group, needed_outside, makers, again.repeated),

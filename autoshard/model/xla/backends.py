@@ -31,6 +31,7 @@ from autoshard.model.xla.scatters import Scatters
 from autoshard.model.xla.sums import Sums
 from autoshard.model.xla.tiles import Tile
 from autoshard.model.xla.units.matrix_unit import MatrixUnit
+from autoshard.model.xla.units.streams import Streams
 from autoshard.model.xla.units.vector_unit import VectorUnit
 from autoshard.primitives import primitives_where
 
@@ -66,6 +67,7 @@ class Backend:
     sums: Sums = field(default_factory=Sums)
     vector_products: VectorProducts = field(default_factory=VectorProducts)
     vector_unit: VectorUnit = field(default_factory=VectorUnit)
+    streams: Streams = field(default_factory=Streams)
     matrix_unit: MatrixUnit = field(default_factory=MatrixUnit)
 
     @property
@@ -192,6 +194,17 @@ V5E = Backend(
         },
     ),
     matrix_unit=MatrixUnit(clock=1.5e9, product_cycles=13, side=128),
+    streams=Streams(
+        clock=1.5e9,
+        byte_cycles=8.5 / 4096,  # of registers of 32-bit numbers, 0.88 of the memory's bandwidth
+        register_cycles=8.6,
+        window_cycles=1490,
+        window_bytes=7.5e6,  # 16 to 42 windows of 64 to 320 MiB
+        window_elements=2**20,
+        alone_bytes=5e6,  # 4 MiB are one window, 6 are not
+        alone_elements=2**17,
+        alone_cycles=1740,
+    ),
 )
 V5P = replace(
     V5E,

@@ -266,10 +266,13 @@ def _computes(equation: Equation) -> bool:
     return facts_of(equation.primitive).work is not Work.NONE
 
 
-def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool]) -> list[bool]:
-    """Per group, whether it runs in the operation of an earlier one: both go over one array, and neither waits.
+def running_beside(
+    groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool]
+) -> list[frozenset[int] | None]:
+    """Per group, what earlier ones read that run in one operation with it: all go over one array, and none waits.
 
-    Where much stands between two groups, the later one is taken to wait.
+    None if it runs by itself; nothing, if later groups run in its operation. Where much stands between two groups, the
+    later one is taken to wait.
 
     Args:
         groups: in program order.
@@ -282,10 +285,12 @@ def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Se
     reads = [sorted(one for one in by if one < i)[-_MOST_BETWEEN - 1 :] for i, by in enumerate(made_by)]
     stored: dict[int, frozenset[int]] = {}  # value that readers make again -> the arrays that they read for it
     operations: dict[tuple, list[list[int]]] = defaultdict(list)  # what groups go over -> those of each operation
-    found = [False] * len(groups)
+    found: list[frozenset[int] | None] = [None] * len(groups)
+    read_by: list[frozenset[int]] = []  # per group
     for group in groups:
         arrays = (stored.get(use.value.id, {use.value.id}) for use in group.uses if math.prod(use.value.shape) > 1)
         read = frozenset().union(*arrays)
+        read_by.append(read)
         if repeated[group.index]:
             stored.update((made.value.id, read) for made in group.outputs)
             continue
@@ -298,7 +303,8 @@ def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Se
             near = others[bisect.bisect_left(others, least, key=operator.itemgetter(0)) :]
             operation = next((one for one in near if waits_for.isdisjoint(one)), None)
             if operation is not None:
-                found[group.index] = True
+                found[operation[0]] = found[operation[0]] or frozenset()
+                found[group.index] = frozenset().union(*(read_by[one] for one in operation))
                 operation.append(group.index)
                 break
         else:

@@ -86,7 +86,7 @@ def nothing_runs_ahead(patch):
 
 
 def nothing_runs_beside(patch):
-    patch.setattr(grouping, "running_beside", lambda groups, repeated, ending: [False] * len(groups))
+    patch.setattr(grouping, "running_beside", lambda groups, repeated, ending: [None] * len(groups))
 
 
 def every_product_fills_the_unit(patch):
