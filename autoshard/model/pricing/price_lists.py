@@ -60,7 +60,9 @@ class PriceLists:
             pairs = zip(program.equations, rules, strict=True)
             rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
         groups = groups_of(program, rules, backend, mesh)
-        backend = replace(backend, combining=backend.combining.counted(groups))
+        backend = replace(
+            backend, combining=backend.combining.counted(groups), streams=backend.streams.counted(groups)
+        )
         widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
         prices = functools.partial(
             Prices,

@@ -17,7 +17,7 @@ from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
-from autoshard.model.xla.units.streams import STREAMED_BYTES, is_alone
+from autoshard.model.xla.units.streams import STREAMED_BYTES
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value, dtype_name
 
@@ -89,6 +89,11 @@ class GroupWork:
             image_dims = self.arrays.images.get(value.id)
             self._figures[value.id] = value.shape, image_dims, value.on_host, *widths, self.kept_share(value)
         return self._figures[value.id]
+
+    def is_alone(self, group: Group) -> bool:
+        """Whether a group is a stream of the vector unit that XLA fuses with nothing."""
+        streams = self.arrays.backend.streams
+        return streams.counts(group) and streams.is_alone(group, self.instead)
 
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
@@ -214,7 +219,7 @@ class GroupWork:
             written,
             reduces * functools.reduce(np.maximum, taken_in or [np.zeros(1)]),
             packed,
-            is_alone=is_alone(group, self.instead),
+            is_alone=self.is_alone(group),
         )
 
     def read_instead(self, value: Value) -> Sequence[Value]:

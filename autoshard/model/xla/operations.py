@@ -73,7 +73,7 @@ class Operations:
         if multiplies_vector(group):
             return inside + self.least_seconds
         if group.contracts and not self.are_kernels:
-            reads = any(use.value.from_outside for use in group.uses)
+            reads = all(use.value.from_outside for use in group.uses)  # others are brought in while something runs
             return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         is_scalar_work = not self.are_kernels and all(math.prod(value.shape) <= 1 for value in arrays)
@@ -191,6 +191,7 @@ _OPERATIONS_OF_WIDE_TRIANGLE_ROW = {"float64": 164, "complex128": 492}  # each n
 _OPERATIONS_AROUND_ROWS = 4  # around that loop
 _LARGEST_TRIANGLE = 128  # rows that are inverted by themselves; larger triangles are products of such
 _OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
+_WORD_BYTES = 4  # of a number that a loop goes over, or of narrower ones beside such
 _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
 _OPERATIONS_OF_GUARD = 2  # is it out of bounds; and what lies there, if so. Along a split dim there are one or none
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
@@ -331,7 +332,7 @@ def _goes_over(group: Group) -> tuple | None:
         return None
     if not group.fuses and getattr(widest.dtype, "kind", "") == "c":
         return None  # the parts of complex numbers are summed in loops of their own
-    return group.trips, widest.shape, widest.itemsize
+    return group.trips, widest.shape, max(widest.itemsize, _WORD_BYTES)
 
 
 def _awaited(group: int, reads: Sequence[Sequence[int]]) -> tuple[set[int], int]:

@@ -13,8 +13,8 @@ and int8, one to four operands and 0.5 to 64 MiB. `tests/model/xla/test_streams.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +49,11 @@ class Streams:
     alone_bytes: float = math.inf  # of all arrays of an operation by itself that pass in one window
     alone_elements: float = math.inf  # of a window of such an operation, if one does not do
     alone_cycles: float = 0.0  # to start such a window
+    widened: frozenset[int] = frozenset()  # ids of values that are only the same in wider numbers
+
+    def counted(self, groups: Iterable[Group]) -> Streams:
+        """The same for the groups of a program."""
+        return replace(self, widened=frozenset(one.value.id for group in groups if group.widens for one in group.outputs))
 
     def counts(self, group: Group) -> bool:
         """Whether a group passes through the vector unit as streams, and nothing else decides what it takes."""
@@ -59,6 +64,26 @@ class Streams:
         is_loop = group.fuses or (facts.work is Work.REDUCTION and facts.is_loop)
         values = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         return is_loop and all(getattr(value.dtype, "kind", "c") != "c" for value in values)
+
+    def is_alone(self, group: Group, recomputed: Container[int]) -> bool:
+        """Whether a group is one operation that XLA fuses with no other.
+
+        A reduction reads narrow numbers as they are, and is no fusion for that.
+
+        Args:
+            group: elementwise work, a reduction or a copy.
+            recomputed: ids of values that their readers compute again.
+        """
+        if group.read_before is not None:
+            return False
+        if group.only_moves:
+            return True
+        (first, *rest) = group.equations
+        if rest or first.primitive not in _SINGLE or any(value.dtype not in _WHOLE_TYPES for value in first.outputs):
+            return False
+        shapes = {value.shape if isinstance(value, Value) else None for value in first.inputs}
+        stored = (use.value.id not in recomputed or use.value.id in self.widened for use in group.uses)
+        return len(shapes) == 1 and None not in shapes and all(stored)
 
     def seconds(
         self,
@@ -96,28 +121,3 @@ class Streams:
             windows = np.maximum(moved / self.window_bytes, elements / self.window_elements)
             cycles = cycles + np.where(windows > 1, windows, 0.0) * self.window_cycles
         return cycles / self.clock
-
-
-def is_alone(group: Group, instead: Mapping[int, Sequence[Value]]) -> bool:
-    """Whether a group is one operation that XLA fuses with no other.
-
-    Args:
-        group: elementwise work, a reduction or a copy.
-        instead: values that their readers compute again -> what they read for it.
-    """
-    if group.read_before is not None:
-        return False
-    if group.only_moves:
-        return True
-    (first, *rest) = group.equations
-    if rest or first.primitive not in _SINGLE or any(value.dtype not in _WHOLE_TYPES for value in first.outputs):
-        return False
-    shapes = {value.shape if isinstance(value, Value) else None for value in first.inputs}
-    is_plain = all(_is_widened(use.value, instead.get(use.value.id, ())) for use in group.uses)
-    return len(shapes) == 1 and None not in shapes and is_plain
-
-
-def _is_widened(value: Value, read: Sequence[Value]) -> bool:
-    """Whether what is read for a value is nothing else, or the same in narrower numbers: a reduction reads these."""
-    narrower = (one for one in read if one.shape == value.shape and one.itemsize < value.itemsize)
-    return not read or (len(read) == 1 and any(True for _ in narrower))
