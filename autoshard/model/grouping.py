@@ -90,6 +90,7 @@ def groups_of(
     is_ahead = starts and not backend.operations.are_kernels
     ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
+    begins = _beginning(groups, again.repeated)
     counting = _counting_turns(program, home) if backend.operations.are_kernels else set()
     return [
         replace(
@@ -107,6 +108,7 @@ def groups_of(
             is_sunk=again.sunk[i],
             is_normalising=i in again.normalising,
             ends_product=ending[i],
+            begins=begins[i],
             runs_ahead=ahead[i],
             runs_beside=bool(together[i]),
             read_before=together[i],
@@ -257,6 +259,16 @@ def _entering_loops(program: Program, groups: Sequence[Group], staying: Set[int]
             assert first.loop is not None, "boundaries of loops know theirs"
             if not multiplies(*first.loop):
                 found.add(group.index)
+    return found
+
+
+def _beginning(groups: Sequence[Group], repeated: Sequence[bool]) -> list[bool]:
+    """`Group.begins` of each group."""
+    found, given = [], set[int]()
+    for group in groups:
+        found.append(all(use.value.from_outside or use.value.id in given for use in group.uses))
+        if found[-1] and repeated[group.index]:
+            given.update(made.value.id for made in group.outputs)
     return found
 
 

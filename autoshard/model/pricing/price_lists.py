@@ -20,8 +20,8 @@ from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import stacked_beside
-from autoshard.model.xla.units.chip_memory import kept_between, only_in_products, scaled
 from autoshard.model.xla.rounding import Widths, widths_of
+from autoshard.model.xla.units.chip_memory import kept_between, only_in_products, scaled
 from autoshard.model.xla.units.scalar_unit import places_of
 from autoshard.program import Program
 from autoshard.propagation.registry import rule_of
@@ -60,9 +60,7 @@ class PriceLists:
             pairs = zip(program.equations, rules, strict=True)
             rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
         groups = groups_of(program, rules, backend, mesh)
-        backend = replace(
-            backend, combining=backend.combining.counted(groups), streams=backend.streams.counted(groups)
-        )
+        backend = replace(backend, combining=backend.combining.counted(groups), streams=backend.streams.counted(groups))
         widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
         prices = functools.partial(
             Prices,

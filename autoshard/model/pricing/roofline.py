@@ -17,7 +17,7 @@ from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
-from autoshard.model.xla.units.streams import STREAMED_BYTES
+from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value, dtype_name
 
@@ -62,12 +62,16 @@ class GroupWork:
             work /= self.arrays.backend.convolutions.flops_share
         backend = self.arrays.backend
         streams = self._stream_seconds(group, wants, leaves) if backend.streams.counts(group) else None
-        moved = self._bytes_moved(group, wants, leaves) if streams is None else 0.0  # streams have their own price of it
+        moved = (
+            self._bytes_moved(group, wants, leaves) if streams is None else 0.0
+        )  # streams have their own price of it
         through = np.maximum(moved, backend.vector_products.bytes_read(group, pieces))
         least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
         in_units = np.maximum(
             np.maximum(self._vector_seconds(group, split, leaves), backend.matrix_unit.seconds(group, pieces)),
-            np.maximum(backend.convolutions.grouped_seconds(group, pieces), self._unstored_seconds(group, split)),
+            np.maximum(
+                backend.convolutions.grouped_seconds(group, pieces), backend.convolutions.lone_seconds(group, pieces)
+            ),
         )
         if sorting := backend.sorts.seconds(group):
             in_units = np.maximum(in_units, sorting / split[frozenset(group.factors_of(group.equations[0]))])
@@ -177,32 +181,21 @@ class GroupWork:
         )
         return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
 
-    def _unstored_seconds(self, group: Group, split: Mapping[frozenset[int], np.ndarray]) -> np.ndarray | float:
-        """What a reduction takes that computes most of what it reduces, per strategy; 0 of any other group.
-
-        Args:
-            split: factors of an equation -> into how many pieces each strategy splits them.
-        """
-        (first, *_) = group.equations
-        if facts_of(first.primitive).work is not Work.REDUCTION:
-            return 0.0
-        elements = max((math.prod(use.value.shape) for use in group.uses), default=0)
-        stored = {value.id: math.prod(value.shape) for use in group.uses for value in self.read_instead(use.value)}
-        if sum(stored.values()) > elements / 2:
-            return 0.0
-        pieces = split[frozenset(group.factors_of(first))]
-        return self.arrays.backend.vector_unit.reduction_seconds(elements / pieces)
-
     def _stream_seconds(
         self, group: Group, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
     ) -> np.ndarray | float:
         """What a loop of the vector unit takes beside its start, per strategy: every array passes through it."""
         if group.is_recomputed and not group.is_sunk:
             return 0.0
-        sizes = [(one.value, self.arrays.sizes(one.value, made)) for one, made in zip(group.outputs, leaves, strict=True)]
+        sizes = [
+            (one.value, self.arrays.sizes(one.value, made)) for one, made in zip(group.outputs, leaves, strict=True)
+        ]
         written = sum((self._outside(value, size) for value, size in sizes), start=np.zeros(1))
-        if group.equations[0].primitive in _READS_RESULT_BYTES:
-            read = sum((size for _, size in sizes), start=np.zeros(1))
+        first = group.equations[0]
+        read: np.ndarray | float
+        if first.primitive in _READS_RESULT_BYTES or first.primitive == "concatenate":
+            passes = passes_of_joining(len(first.inputs)) if first.primitive == "concatenate" else 1.0
+            read = passes * sum((size for _, size in sizes), start=np.zeros(1))
         else:
             read = self._read_bytes(zip(group.uses, wants, strict=True), streaming_past=group.read_before or ())
         narrow = [(value, size) for value, size in sizes if self.arrays.widths.stored(value) < STREAMED_BYTES]
@@ -212,7 +205,7 @@ class GroupWork:
             self.arrays.sizes(use.value, want) / self.arrays.widths.stored(use.value)
             for use, want in zip(group.uses, wants, strict=True)
         ]
-        reduces = not group.fuses and not group.runs_beside
+        reduces = facts_of(first.primitive).work is Work.REDUCTION and not group.runs_beside
         return self.arrays.backend.streams.seconds(
             functools.reduce(np.maximum, [*made, *taken_in]),
             read,

@@ -140,7 +140,7 @@ V5E = Backend(
     tile=(8, 128),
     on_chip_bytes=88 * 2**20,  # of 128 MiB; arguments are copied there, too (`tests/model/xla/test_chip_memory.py`)
     combining=Combining(below_bytes=2**26),
-    convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7)),
+    convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7), lone_cycles=2.1),
     fourier_products=FourierProducts(passes=6, side=128, memory_passes=2.5),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
     gathers=Gathers(several_dims_at_once=True, copies_results=True, summed_up_to_bytes=2**24),
@@ -158,7 +158,6 @@ V5E = Backend(
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
     vector_unit=VectorUnit(
         clock=1.5e9,
-        reduced_cycles=10,  # 9.6 of distances in 16 dims, 11 to 12 in 3
         cycles={
             "asinh": 9,
             "cos": 40,

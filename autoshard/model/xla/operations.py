@@ -1,8 +1,9 @@
 """Operations: what one takes on TPU however little it does, and what cutting a slice takes.
 
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
-product to bring an argument in from memory, and to bring out a result, or what a loop stacks. Work comes on top. A
-product of what lies in the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
+product of nothing but arguments to bring these in from memory, and to bring out a result, or what a loop stacks. Work
+comes on top. Arguments that other products read are brought in while something else runs. A product of what lies in
+the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
 bits are counted along each dim of an array. Elementwise work and reductions that go over the same array, and do not
 wait for each other, are one operation with several results. What a larger loop repeats along a dim is computed ahead of
 it, by an operation of its own.
@@ -73,7 +74,8 @@ class Operations:
         if multiplies_vector(group):
             return inside + self.least_seconds
         if group.contracts and not self.are_kernels:
-            reads = all(use.value.from_outside for use in group.uses)  # others are brought in while something runs
+            is_small = all(math.prod(use.value.shape) < _REGISTER for use in group.uses)
+            reads = group.begins or is_small  # other arguments are brought in while something runs
             return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         is_scalar_work = not self.are_kernels and all(math.prod(value.shape) <= 1 for value in arrays)
@@ -191,6 +193,7 @@ _OPERATIONS_OF_WIDE_TRIANGLE_ROW = {"float64": 164, "complex128": 492}  # each n
 _OPERATIONS_AROUND_ROWS = 4  # around that loop
 _LARGEST_TRIANGLE = 128  # rows that are inverted by themselves; larger triangles are products of such
 _OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
+_REGISTER = 8 * 128  # numbers; products of fewer do not start at once, wherever they lie
 _WORD_BYTES = 4  # of a number that a loop goes over, or of narrower ones beside such
 _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
 _OPERATIONS_OF_GUARD = 2  # is it out of bounds; and what lies there, if so. Along a split dim there are one or none
