@@ -23,7 +23,7 @@ from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_ev
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
-from autoshard.model.xla.operations import running_ahead, running_beside
+from autoshard.model.xla.operations import beginning, running_ahead, running_beside
 from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import hoisted_sums, read_once, summed_products
 from autoshard.primitives import Work, facts_of
@@ -90,7 +90,7 @@ def groups_of(
     is_ahead = starts and not backend.operations.are_kernels
     ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
-    begins = _beginning(groups, again.repeated)
+    begins = beginning(groups, again.repeated)
     counting = _counting_turns(program, home) if backend.operations.are_kernels else set()
     return [
         replace(
@@ -259,16 +259,6 @@ def _entering_loops(program: Program, groups: Sequence[Group], staying: Set[int]
             assert first.loop is not None, "boundaries of loops know theirs"
             if not multiplies(*first.loop):
                 found.add(group.index)
-    return found
-
-
-def _beginning(groups: Sequence[Group], repeated: Sequence[bool]) -> list[bool]:
-    """`Group.begins` of each group."""
-    found, given = [], set[int]()
-    for group in groups:
-        found.append(all(use.value.from_outside or use.value.id in given for use in group.uses))
-        if found[-1] and repeated[group.index]:
-            given.update(made.value.id for made in group.outputs)
     return found
 
 

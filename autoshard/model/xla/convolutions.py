@@ -21,7 +21,7 @@ from autoshard.model.groups import Group, Use, reads_images
 from autoshard.program import Equation, Program, dtype_name
 
 _IMAGES = 8  # that lie together in a tile
-_LANES = 128  # images of one feature that lie side by side
+_LONE_IMAGES = 128  # images of one feature that lie side by side
 ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
 
 
@@ -90,7 +90,7 @@ class Convolutions:
             for dim in numbers.out_spec
         )
         taps = math.prod(first.inputs[1].shape[dim] for dim in numbers.rhs_spec[2:])
-        runs = math.prod(places, start=np.ones(1)) * np.ceil(images / _LANES) * taps
+        runs = math.prod(places, start=np.ones(1)) * np.ceil(images / _LONE_IMAGES) * taps
         return np.where(features > 1, 0.0, runs * self.lone_cycles / self.clock)
 
 

@@ -74,7 +74,7 @@ class Operations:
         if multiplies_vector(group):
             return inside + self.least_seconds
         if group.contracts and not self.are_kernels:
-            is_small = all(math.prod(use.value.shape) < _REGISTER for use in group.uses)
+            is_small = all(math.prod(use.value.shape) < _SMALL_PRODUCT for use in group.uses)
             reads = group.begins or is_small  # other arguments are brought in while something runs
             return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
@@ -193,8 +193,8 @@ _OPERATIONS_OF_WIDE_TRIANGLE_ROW = {"float64": 164, "complex128": 492}  # each n
 _OPERATIONS_AROUND_ROWS = 4  # around that loop
 _LARGEST_TRIANGLE = 128  # rows that are inverted by themselves; larger triangles are products of such
 _OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
-_REGISTER = 8 * 128  # numbers; products of fewer do not start at once, wherever they lie
-_WORD_BYTES = 4  # of a number that a loop goes over, or of narrower ones beside such
+_SMALL_PRODUCT = 8 * 128  # numbers; products of fewer do not start at once, wherever they lie
+_LOOP_BYTES = 4  # of a number that a loop goes over, or of narrower ones beside such
 _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
 _OPERATIONS_OF_GUARD = 2  # is it out of bounds; and what lies there, if so. Along a split dim there are one or none
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
@@ -204,6 +204,21 @@ _NEUTRAL = {"add": 0, "max": -math.inf, "min": math.inf, "mul": 1, "sub": 0}  # 
 _MOST_BETWEEN = 64  # groups that are looked at to see for which others one waits
 _OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows
 _OPERATIONS_PER_PART = 2  # the same of parts of a single dim
+
+
+def beginning(groups: Sequence[Group], repeated: Sequence[bool]) -> list[bool]:
+    """Per group, whether it reads arguments alone, or what is computed of such as it reads.
+
+    Args:
+        groups: in program order.
+        repeated: per group, whether its readers compute it again.
+    """
+    found, given = [], set[int]()
+    for group in groups:
+        found.append(all(use.value.from_outside or use.value.id in given for use in group.uses))
+        if found[-1] and repeated[group.index]:
+            given.update(made.value.id for made in group.outputs)
+    return found
 
 
 def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]) -> list[bool]:
@@ -335,7 +350,7 @@ def _goes_over(group: Group) -> tuple | None:
         return None
     if not group.fuses and getattr(widest.dtype, "kind", "") == "c":
         return None  # the parts of complex numbers are summed in loops of their own
-    return group.trips, widest.shape, max(widest.itemsize, _WORD_BYTES)
+    return group.trips, widest.shape, max(widest.itemsize, _LOOP_BYTES)
 
 
 def _awaited(group: int, reads: Sequence[Sequence[int]]) -> tuple[set[int], int]:

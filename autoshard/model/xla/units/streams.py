@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.model.groups import Group
+from autoshard.model.xla.units.vector_unit import REGISTER
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Value
 
-_REGISTER = 8 * 128  # numbers
 _FEW_PARTS = 4  # of a concatenation, each of which XLA pads to the size of the whole
 STREAMED_BYTES = 4  # of a number, below which numbers are packed before they are written
 
@@ -115,8 +115,8 @@ class Streams:
         >>> (v5e.seconds(n, 4 * n, 4 * n, most, most, is_alone=True) * 1e6).round()  # 336 us
         array([334.])
         """
-        out = np.maximum(written * self.byte_cycles, reduced / _REGISTER * self.register_cycles)
-        cycles = read * self.byte_cycles + out + packed / _REGISTER * self.register_cycles
+        out = np.maximum(written * self.byte_cycles, reduced / REGISTER * self.register_cycles)
+        cycles = read * self.byte_cycles + out + packed / REGISTER * self.register_cycles
         moved = read + written
         if is_alone:
             cycles = cycles + (moved > self.alone_bytes) * elements / self.alone_elements * self.alone_cycles

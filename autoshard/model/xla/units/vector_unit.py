@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.program import Equation
 
-_REGISTER = 8 * 128  # numbers
+REGISTER = 8 * 128  # numbers
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class VectorUnit:
 
     def seconds(self, equation: Equation, elements: np.ndarray | float) -> np.ndarray | float:
         """What an equation takes for so many elements of its result, padding included."""
-        return elements / _REGISTER * self._cycles(equation) / self.clock
+        return elements / REGISTER * self._cycles(equation) / self.clock
 
     def _cycles(self, equation: Equation) -> float:
         values = (*equation.inputs, *equation.outputs)  # none, of a callback that takes and gives nothing
