@@ -212,6 +212,7 @@ class GroupWork:
             written,
             reduces * functools.reduce(np.maximum, taken_in or [np.zeros(1)]),
             packed,
+            self.topology.memory_bandwidth,
             is_alone=self.is_alone(group),
         )
 

@@ -216,7 +216,7 @@ def beginning(groups: Sequence[Group], repeated: Sequence[bool]) -> list[bool]:
     found, given = [], set[int]()
     for group in groups:
         found.append(all(use.value.from_outside or use.value.id in given for use in group.uses))
-        if found[-1] and repeated[group.index]:
+        if found[-1] and repeated[group.index] and not group.is_boundary:
             given.update(made.value.id for made in group.outputs)
     return found
 

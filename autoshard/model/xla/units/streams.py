@@ -42,7 +42,9 @@ class Streams:
     """Cycles of what passes through the vector unit."""
 
     clock: float = 1.0  # cycles per second
-    byte_cycles: float = 0.0  # of one byte that is read, or written to memory; 0: streams have no price of their own
+    bandwidth_share: float = (
+        0.0  # of memory's, at which arrays pass, wherever they lie; 0: they have no price of their own
+    )
     register_cycles: float = 0.0  # of one register that is reduced, or packed
     window_cycles: float = 0.0  # to start a window of a fusion
     window_bytes: float = math.inf  # of all arrays of a fusion
@@ -60,7 +62,7 @@ class Streams:
 
     def counts(self, group: Group) -> bool:
         """Whether a group passes through the vector unit as streams, and nothing else decides what it takes."""
-        if not self.byte_cycles or group.ends_product or group.is_stack or not group.outputs:
+        if not self.bandwidth_share or group.ends_product or group.is_stack or not group.outputs:
             return False
         (first, *_) = group.equations
         facts = facts_of(first.primitive)
@@ -95,6 +97,7 @@ class Streams:
         written: np.ndarray | float,
         reduced: np.ndarray | float,
         packed: np.ndarray | float,
+        bandwidth: float,
         *,
         is_alone: bool,
     ) -> np.ndarray | float:
@@ -106,17 +109,19 @@ class Streams:
             written: bytes that go to memory.
             reduced: elements that it takes in to sum them up.
             packed: elements of narrow results.
+            bandwidth: of memory, in bytes/s.
             is_alone: whether XLA fuses it with nothing.
 
-        >>> v5e = Streams(1.5e9, 8.5 / 4096, 8.6, 1490, 7.5e6, 2**20, 5e6, 2**17, 1740)
+        >>> v5e = Streams(1.5e9, 0.88, 8.6, 1490, 7.5e6, 2**20, 5e6, 2**17, 1740)
         >>> n, most = np.array([2**24.0]), np.zeros(1)
-        >>> (v5e.seconds(n, 4 * n, 4 * n, most, most, is_alone=False) * 1e6).round()  # 203 us by libtpu's cycles
+        >>> (v5e.seconds(n, 4 * n, 4 * n, most, most, 819e9, is_alone=False) * 1e6).round()  # 203 us by libtpu's cycles
         array([204.])
-        >>> (v5e.seconds(n, 4 * n, 4 * n, most, most, is_alone=True) * 1e6).round()  # 336 us
-        array([334.])
+        >>> (v5e.seconds(n, 4 * n, 4 * n, most, most, 819e9, is_alone=True) * 1e6).round()  # 336 us
+        array([335.])
         """
-        out = np.maximum(written * self.byte_cycles, reduced / REGISTER * self.register_cycles)
-        cycles = read * self.byte_cycles + out + packed / REGISTER * self.register_cycles
+        byte_cycles = self.clock / (self.bandwidth_share * bandwidth)
+        out = np.maximum(written * byte_cycles, reduced / REGISTER * self.register_cycles)
+        cycles = read * byte_cycles + out + packed / REGISTER * self.register_cycles
         moved = read + written
         if is_alone:
             cycles = cycles + (moved > self.alone_bytes) * elements / self.alone_elements * self.alone_cycles
