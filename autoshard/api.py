@@ -238,7 +238,8 @@ def autoshard(
     if pipeline is not None:
         others = {"pad": pad, "plan": plan, "like": like, "mesh": mesh if isinstance(mesh, str) else None}
         in_stages = request is None or request.backend != "one_jit"
-        check_combination("pipeline=", options, others, refines=is_automatic, takes_uneven=in_stages)
+        heeded = ["remat", "refine"] if is_automatic else ["remat", "rewrites"] if in_stages else []
+        check_combination("pipeline=", options, others, heeded=heeded, takes_uneven=in_stages)
     given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
     check_given(given, shared, options, pad)
     options = replace(options, like=shared)

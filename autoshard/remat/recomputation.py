@@ -119,10 +119,7 @@ class Recomputation:
         price = PASSES / self.topology.memory_bandwidth
         steps = list[tuple[float, int, int]]()  # seconds per byte saved, the cut that a block goes on to, the block
         for b, (cuts, (_, turns)) in enumerate(zip(chains, blocks, strict=True)):
-            slope = 0.0
-            for i, (before, after) in enumerate(itertools.pairwise(cuts), start=1):
-                slope = max(slope, turns * (after.seconds - before.seconds) / (before.bytes - after.bytes))
-                steps.append((slope, i, b))
+            steps += [(slope, i, b) for i, slope in enumerate(slopes(cuts, turns), start=1)]
         at = [0] * len(chains)
         found = [self.level(size, chains, at)]
         # Blocks that look alike go on together.
@@ -193,6 +190,17 @@ class Recomputation:
     def rewritten(self, level: Level) -> ClosedJaxpr:
         """The step, with what this level keeps."""
         return self.scope.rewritten(self.cut_of(level))
+
+
+def slopes(cuts: Sequence[Cut], turns: int) -> list[float]:
+    """Seconds per byte from each choice of a chain to the next, which are no less than those before.
+
+    Args:
+        turns: how often the block runs per step.
+    """
+    pairs = itertools.pairwise(cuts)
+    steps = (turns * (after.seconds - before.seconds) / (before.bytes - after.bytes) for before, after in pairs)
+    return list(itertools.accumulate(steps, max, initial=0.0))[1:]
 
 
 def _best(levels: Iterable[Level]) -> list[Level]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, evalu
 from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut
 from autoshard.remat.loops import LoopPair
-from autoshard.remat.numbering import Body, Numbering, needed, variables
+from autoshard.remat.numbering import Atom, Body, Numbering, needed, variables
 from autoshard.remat.straight import StraightBlock, StraightPasses
 
 Block = LoopPair | StraightBlock
@@ -31,14 +31,30 @@ class Scope:
     closed: ClosedJaxpr
     seconds: Seconds
     turns: int = 1  # how often it runs per step
+    like: Scope | None = None  # of the same step for another batch: blocks begin where those of that scope do
+    apart: frozenset[int] = frozenset()  # equations at which blocks begin, too
+    watched: int = 0  # so many of its last results are none of the step's: `rewritten_and_watched` says where they are
+    there: frozenset[int] = frozenset()  # which of these are there for the backward pass, as arguments are
 
     @cached_property
     def numbering(self) -> Numbering:
         return Numbering()
 
     @cached_property
-    def body(self) -> Body:
+    def _numbered(self) -> Body:
         return self.numbering.body(self.closed, [Var(var.aval) for var in self.closed.jaxpr.invars])
+
+    @cached_property
+    def body(self) -> Body:
+        """Its equations, with no results but those of the step."""
+        found = self._numbered
+        return replace(found, results=found.results[: len(found.results) - self.watched])
+
+    @property
+    def watched_atoms(self) -> Sequence[Atom]:
+        """What its last results are in the variables of its body."""
+        found = self._numbered.results
+        return found[len(found) - self.watched :]
 
     @cached_property
     def pairs(self) -> tuple[LoopPair, ...]:
@@ -80,7 +96,8 @@ class Scope:
             name = _BODIES.get(eqn.primitive.name)
             if name is None or id(eqn) in paired:
                 continue
-            scope = Scope(eqn.params[name], self.seconds, self.turns * eqn.params.get("length", 1))
+            like = None if self.like is None else self.like.inner.get(i)
+            scope = Scope(eqn.params[name], self.seconds, self.turns * eqn.params.get("length", 1), like)
             if any(True for _ in scope.blocks()):
                 found[i] = scope
         return found
@@ -90,12 +107,16 @@ class Scope:
         """What stands outside of its loops."""
         place = {id(eqn): i for i, eqn in enumerate(self.body.equations)}
         chosen_there = {var for pair in self.pairs for var in pair.first.stacks if var not in pair.others}
+        watched = self.watched_atoms
+        chosen_there |= set(variables([watched[i] for i in self.there]))
         return StraightPasses(
             equations=self.body.equations,
             fixed=frozenset({place[id(pair.first.eqn)] for pair in self.pairs} | self.inner.keys()),
             inputs=frozenset({*variables(self.body.inputs), *self.numbering.constants, *chosen_there}),
             results=frozenset(variables(self.body.results)),
             seconds=self.seconds,
+            begins=None if self.like is None else self.like.passes.borders,
+            apart=self.apart,
         )
 
     @cached_property
@@ -128,19 +149,35 @@ class Scope:
 
     def rewritten(self, chosen: Mapping[Block, Cut]) -> ClosedJaxpr:
         """The jaxpr, from the same arguments to the same results, with these values kept."""
+        return self.rewritten_and_watched(chosen)[0]
+
+    def rewritten_and_watched(self, chosen: Mapping[Block, Cut]) -> tuple[ClosedJaxpr, dict[int, Any]]:
+        """The same, and where in it the results are that are watched, as far as they are made: number -> atom."""
         variables_in = [*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars]
         avals = map(aval_of, variables_in)
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-        made = jax.make_jaxpr(lambda *arrays: self.run(arrays, chosen))(*types)
+        there: list[int] = []
+
+        def run(*arrays: Any) -> list[Any]:
+            env, own = self.run(arrays, chosen), list(self.body.results)
+            seen = [i for i, atom in enumerate(self.watched_atoms) if isinstance(atom, Var) and atom in env]
+            there.extend(seen)
+            own += [self.watched_atoms[i] for i in seen]
+            return [atom.val if isinstance(atom, Literal) else env[atom] for atom in own]
+
+        made = jax.make_jaxpr(run)(*types)
         consts = len(self.closed.jaxpr.constvars)
         jaxpr = made.jaxpr.replace(
             constvars=[*made.jaxpr.constvars, *made.jaxpr.invars[:consts]],
             invars=made.jaxpr.invars[consts:],
+            outvars=made.jaxpr.outvars[: len(self.body.results)],
             debug_info=self.closed.jaxpr.debug_info,
         )
-        return ClosedJaxpr(jaxpr, [*made.consts, *self.closed.consts])
+        watched = dict(zip(there, made.jaxpr.outvars[len(self.body.results) :], strict=True))
+        return ClosedJaxpr(jaxpr, [*made.consts, *self.closed.consts]), watched
 
-    def run(self, arrays: Any, chosen: Mapping[Block, Cut]) -> list[Any]:
+    def run(self, arrays: Any, chosen: Mapping[Block, Cut]) -> dict[Var, Any]:
+        """The values of its variables, with these kept."""
         consts = len(self.closed.jaxpr.constvars)
         given = {id(const): array for const, array in zip(self.closed.consts, arrays[:consts], strict=True)}
         env: dict[Var, Any] = dict(zip(variables(self.body.inputs), arrays[consts:], strict=True))
@@ -185,4 +222,4 @@ class Scope:
             else:
                 waiting.append(eqn)
         flush()
-        return [atom.val if isinstance(atom, Literal) else env[atom] for atom in self.body.results]
+        return env

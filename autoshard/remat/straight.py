@@ -39,6 +39,8 @@ class StraightPasses:
     inputs: frozenset[Var]  # there from the beginning to the end
     results: frozenset[Var]  # of the list, there at the end
     seconds: Seconds
+    begins: Sequence[int] | None = None  # places where blocks begin; None: where few bytes pass
+    apart: frozenset[int] = frozenset()  # places where others begin beside these
 
     @cached_property
     def late(self) -> frozenset[Var]:
@@ -97,6 +99,13 @@ class StraightPasses:
     @cached_property
     def borders(self) -> Sequence[int]:
         """The places where blocks begin."""
+        begins = self.narrow_places if self.begins is None else self.begins
+        apart = (place for place in self.apart if place < self.turning_point)
+        return sorted({*begins, *apart}) if self.apart else begins
+
+    @cached_property
+    def narrow_places(self) -> Sequence[int]:
+        """The places of the forward pass past which few bytes go, and the first one."""
         passing, end = self.passing, self.turning_point
         products = [i for i in range(end) if _is_product(self.equations[i]) or i in self.fixed]
         found = [0]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from autoshard.errors import StageError
+from autoshard.errors import MicrobatchError, StageError
 from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
@@ -22,6 +22,7 @@ from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
+from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, RecomputationLevels, level_of
 from autoshard.stage_planning.space import SCHEDULES, PlannedSpace, SpaceRequest, microbatch_counts, planned_space
 from autoshard.stage_planning.sub_meshes import SubMeshShape
 from autoshard.stage_planning.unit_costs import UnitCut
@@ -42,6 +43,7 @@ SEARCHES = 4  # at most, each on tables with more planned costs than the one bef
 TIGHTER_SEARCHES = 2  # at most, once no choice fits whose stages were planned
 # Of the time limit: when the last units are planned, and of the rest, when the search of stages ends.
 UNITS_SHARE, SEARCH_SHARE = 0.5, 0.3
+LEVELS_SHARE = 0.5  # of the time limit: what levels of recomputation get at least where nothing fits without them
 ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that are so near are not searched again
 
 
@@ -83,14 +85,21 @@ class CuttableSteps:
     """A traced step in any number of microbatches, cut in any places."""
 
     def __init__(
-        self, traced: TracedStep, program: Program, mesh: AbstractMesh, fixed: Mapping[int, Layout] | None = None
+        self,
+        traced: TracedStep,
+        program: Program,
+        mesh: AbstractMesh,
+        fixed: Mapping[int, Layout] | None = None,
+        levels: RecomputationLevels | None = None,
     ) -> None:
         """
         Args:
             program: the step as it was traced.
             mesh: under which the step was traced.
             fixed: argument -> how it has to lie.
+            levels: how much stages may compute again; None: what is kept is as the step is written.
         """
+        self.levels = levels
         self.traced, self.carried, self.name, self._mesh = traced, program.carried, program.name, mesh
         self.donated, self.fixed = program.donated, fixed or {}
         self.rows = batch_of(traced, 1).batch
@@ -104,15 +113,31 @@ class CuttableSteps:
         """Where the step may be cut."""
         return self.in_microbatches(count).units()
 
-    def cut_at(self, count: int, firsts: Sequence[int], weight_programs: bool) -> CutStep:
-        """The step cut before these units."""
+    def cut_at(self, count: int, firsts: Sequence[int], weight_programs: bool, variants: Sequence[str] = ()) -> CutStep:
+        """The step cut before these units.
+
+        Args:
+            variants: of the tables of stages, which have their levels of recomputation.
+
+        Raises:
+            StageError: it cannot be cut there, or not at such levels.
+        """
         step = self.in_microbatches(count)
-        made = cut(step, step.units().boundaries(firsts), weight_programs=weight_programs)
+        keeps = None if self.levels is None else self.levels.keeping(variants)
+        try:
+            with jax.sharding.use_abstract_mesh(self._mesh):
+                made = cut(step, step.units().boundaries(firsts), weight_programs=weight_programs, keeps=keeps)
+        except MicrobatchError as error:  # the step itself runs in microbatches
+            raise StageError(str(error)) from error
         return CutStep(made, self.donated, self.fixed)
 
-    def cut_into_units(self, count: int) -> UnitCut:
+    def cut_into_units(self, count: int, level: str = AS_WRITTEN) -> UnitCut:
         """The step with one unit of each kind as a stage of its own."""
-        return UnitCut.of(self.units_of(count), lambda firsts: self.cut_at(count, firsts, True))
+
+        def cut_at(firsts: Sequence[int]) -> CutStep:
+            return self.cut_at(count, firsts, True, [level] * (len(firsts) + 1))
+
+        return UnitCut.of(self.units_of(count), cut_at)
 
 
 def choose_pipeline(
@@ -126,6 +151,8 @@ def choose_pipeline(
     shapes: Sequence[SubMeshShape] = (),
     settings: SearchSettings | None = None,
     until: float = math.inf,
+    levels: Mapping[str, float] | None = None,
+    enough: float = math.inf,
 ) -> ChosenPipeline | None:
     """The pipeline of the fewest predicted seconds that was found, with every stage planned; None if none fits.
 
@@ -136,11 +163,15 @@ def choose_pipeline(
         least_stages: a pipeline of fewer stages does not count.
         shapes: of sub-meshes to choose from; by default all.
         until: when planning ends, as `time.monotonic` has it: the best pipeline known is taken then, if there is one.
+        levels: of recomputation that stages choose from, beside what the step is written to keep, and the seconds that
+            each computes again in a step. They are tried after that, in the time that it leaves.
+        enough: s per step: levels are not tried that compute again for longer, even on all devices together.
 
     Raises:
         MicrobatchError: the step cannot run in microbatches, with the line.
         StageError: it cannot be cut.
     """
+    begin = time.monotonic()
     counts = microbatch_counts(steps.rows) if counts is None else list(counts)
     if not counts:
         return None
@@ -163,7 +194,34 @@ def choose_pipeline(
     found = planned_space(request)
     if found is None:
         return None
-    settings = replace(settings or SearchSettings(), until=_part_of_time(until, SEARCH_SHARE))
+    settings = settings or SearchSettings()
+    tried, found, result = _searched(found, steps, machine, settings, until)
+    if levels:
+        if tried.best is None and math.isfinite(until):
+            until = max(until, time.monotonic() + LEVELS_SHARE * (until - begin))
+        ends = _part_of_time(until, UNITS_SHARE)
+        known = min(enough, _seconds(tried.best))
+        useful = [name for name, again in levels.items() if again / found.space.row.devices < known]
+        for number, level in enumerate(useful):
+            planned_by = _part_of_time(ends, 1 / (len(useful) - number))
+            how = replace(request, cut_into_units=functools.partial(steps.cut_into_units, level=level), level=level)
+            found = found.with_level(replace(how, until=planned_by))
+        again, found, result = _searched(found, steps, machine, settings, until) if useful else (tried, found, result)
+        if tried.best is None or (again.best is not None and _seconds(again.best) < _seconds(tried.best)):
+            tried = replace(again, refusal=tried.refusal or again.refusal)
+    if tried.best is None:
+        if tried.refusal is not None:
+            raise tried.refusal
+        return None
+    names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
+    return ChosenPipeline(tried.best, found.shapes, names, result, tried.tabled_seconds)
+
+
+def _searched(
+    found: PlannedSpace, steps: CuttableSteps, machine: Machine, settings: SearchSettings, until: float
+) -> tuple[_Outcome, PlannedSpace, StageSearchResult]:
+    """The best choices of a space, planned stage by stage; the space with what was planned for that."""
+    settings = replace(settings, until=_part_of_time(until, SEARCH_SHARE))
     found, result = search_planned(found, settings)
     excess = _Excess()
     tried = _planned_exactly(result, found, steps, machine, excess, until)
@@ -174,12 +232,7 @@ def choose_pipeline(
         # By the tables all of these fit. Those that hold less by as much as these hold more are left.
         again = search_stages(with_less_room(found.space, over), settings)
         tried = _planned_exactly(again, found, steps, machine, excess, until, tried.refusal)
-    if tried.best is None:
-        if tried.refusal is not None:
-            raise tried.refusal
-        return None
-    names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
-    return ChosenPipeline(tried.best, found.shapes, names, result, tried.tabled_seconds)
+    return tried, found, result
 
 
 def _part_of_time(until: float, share: float) -> float:
@@ -228,7 +281,7 @@ class _Excess:
 
     @staticmethod
     def _kind(choice: PipelineChoice) -> tuple[object, ...]:
-        names = {stage.table.shape.name for stage in choice.stages}
+        names = {f"{stage.table.shape.name} {level_of(stage.table.variant)}" for stage in choice.stages}
         return choice.microbatches, choice.devices, *sorted(names)
 
 
@@ -292,7 +345,8 @@ def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[Plann
         if best is None:
             break
         choice = best.choice
-        more = found.with_planned(choice.microbatches, {stage.table.shape.name for stage in choice.stages})
+        tables = {(stage.table.shape.name, stage.table.variant) for stage in choice.stages}
+        more = found.with_planned(choice.microbatches, tables)
         if more is None:
             break
         again = simulated(more.space, on_tables(choice, more.space))

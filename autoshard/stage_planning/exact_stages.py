@@ -36,8 +36,10 @@ MOST_LEANER = 3  # leaner plans for a kind of stage
 ALIKE = 0.02  # stages whose room differs by no larger share get one plan, unless these would be more than that many
 LEANER: Mapping[str, Any] = {"gap": 0.02, "work": 2.0, "or_leanest": True}  # how well they are planned, and stay so
 
-CutAt = Callable[[int, Sequence[int], bool], CutStep]
-"""Number of microbatches, first units of all stages but the first, whether W has programs -> the step cut so."""
+CutAt = Callable[[int, Sequence[int], bool, Sequence[str]], CutStep]
+"""Number of microbatches, first units of all stages but the first, whether W has programs, and the variant of each
+stage's table -> the step cut so.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,8 @@ def exact_pipeline(
     if facts is None:
         return None
     made = facts.schedule
-    cut = cut_at(choice.microbatches, [stage.first for stage in choice.stages[1:]], made.has_weight_tasks)
+    variants = [stage.table.variant for stage in choice.stages]
+    cut = cut_at(choice.microbatches, [stage.first for stage in choice.stages[1:]], made.has_weight_tasks, variants)
     planner = _StagePlanner(cut, backend, until)
     numbers = range(len(choice.stages))
     at = [shapes[stage.table.shape.name] for stage in choice.stages]

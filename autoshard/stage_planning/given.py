@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autoshard.errors import ArgumentError, PlanError
@@ -13,13 +13,13 @@ from autoshard.user_plan import Plan
 
 
 def check_combination(
-    what: str, options: Options, others: Mapping[str, Any], *, refines: bool, takes_uneven: bool
+    what: str, options: Options, others: Mapping[str, Any], *, heeded: Collection[str], takes_uneven: bool
 ) -> None:
     """
     Args:
         what: asks for stages, as messages call it.
         others: what the user gives beside `options` that stages do not heed, by name; None where nothing is given.
-        refines: whether `refine=` is heeded.
+        heeded: which of the options are heeded that only some stages heed.
         takes_uneven: whether devices that differ are heeded.
 
     Raises:
@@ -32,9 +32,9 @@ def check_combination(
         "tactics": options.tactics or None,
         "rewrites": options.rewrites or None,
         "reductions": options.reductions,
-        "refine": None if refines or options.refine == 1 else options.refine,
+        "refine": None if options.refine == 1 else options.refine,
     }
-    said = [f"{name}=" for name, value in unheeded.items() if value is not None]
+    said = [f"{name}=" for name, value in unheeded.items() if value is not None and name not in heeded]
     if options.topology.uneven and not takes_uneven:
         said.append("a topology with uneven devices")
     if said:
@@ -54,8 +54,9 @@ def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str
         ArgumentError: the plan has stages, which do not heed some option.
     """
     if isinstance(plan, PipelinePlan | OneJitPlan):
-        uneven = isinstance(plan, PipelinePlan)
-        check_combination("a plan with stages", options, {"pad": pad, "like": like}, refines=False, takes_uneven=uneven)
+        in_programs, others = isinstance(plan, PipelinePlan), {"pad": pad, "like": like}
+        heeded = ["remat"] if in_programs else []
+        check_combination("a plan with stages", options, others, heeded=heeded, takes_uneven=in_programs)
     if isinstance(like, PipelinePlan):
         raise PlanError(
             f"like=: the plan of {like.name} has {len(like.stages)} stages. Each array lies on the devices of its own "

@@ -33,7 +33,7 @@ from autoshard.stage_planning.pipeline_file import (
     stacked,
 )
 from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage, TaskCosts, pipeline_figures
-from autoshard.stage_planning.report import stages_section, timeline_html
+from autoshard.stage_planning.report import recomputation_remarks, stages_section, timeline_html
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import LOOP, Key
 from autoshard.stages.reading.stages_planner import StagesPlanner
@@ -321,7 +321,12 @@ def pipeline_plan(
         bound=min(bound, figures.seconds),
         cost=figures.seconds,
         memory=options.memory,
-        warnings=_copied_stacks(pipeline, result_parts, options.mesh, saved),
+        warnings=(
+            *(one.remark for one in pipeline.rewritten),
+            *recomputation_remarks(pipeline),
+            *_copied_stacks(pipeline, result_parts, options.mesh, saved),
+        ),
+        rewrites=tuple((one.name, one.places) for one in pipeline.rewritten),
         annotations=Annotations({}, {}, {}),
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
@@ -401,6 +406,12 @@ def _needed(pipeline: PlannedPipeline, options: Options, least_task_seconds: flo
     return found
 
 
+def devices_over(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> list[int]:
+    """The devices of the schedule that hold more than the memory limit."""
+    needed = _needed(pipeline, options, least_task_seconds)
+    return [device for device, one in enumerate(needed) if one > options.memory * options.backend.usable]
+
+
 def check_fits(pipeline: PlannedPipeline, options: Options, least_task_seconds: float) -> None:
     """
     Raises:
@@ -412,10 +423,11 @@ def check_fits(pipeline: PlannedPipeline, options: Options, least_task_seconds: 
         peak = figures_of(pipeline, options, least_task_seconds).peak_bytes[device]
         room = options.memory * peak / needed[device]
         usable = room * options.backend.usable
+        again = "" if options.remat else "remat='auto', "
         raise MemoryLimitError(
             f"pipeline: stage {device} of {pipeline.program.name} is predicted to hold {bytes_text(peak)} "
             f"per device, and {bytes_text(usable)} of {bytes_text(room)} are usable.\n"
-            "Use more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
+            f"Use {again}more stages, a schedule with fewer microbatches in flight, more memory, or pipeline='auto'.",
             budget=options.memory,
             needed=needed[device] / options.backend.usable,
         )

@@ -8,7 +8,9 @@ from autoshard.pipeline import Timeline
 from autoshard.plans.prediction import Prediction
 from autoshard.report.html.elements import Html, element
 from autoshard.report.section import Bytes, Column, Phrase, Row, Seconds, Section, Share
+from autoshard.report.units import bytes_text
 from autoshard.stage_planning.planned_stage import PlannedStage
+from autoshard.stages.planned_pipeline import PlannedPipeline
 
 _WIDTH, _ROW, _GAP = 1000, 22, 4  # of the chart, in units of its own
 _COLOURS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
@@ -55,6 +57,20 @@ def stages_section(
             )
         )
     return Section(("Stages",), columns, tuple(rows), tuple(lines))
+
+
+def recomputation_remarks(pipeline: PlannedPipeline) -> tuple[str, ...]:
+    """What stages compute again because autoshard chose so, and what they keep."""
+    found = pipeline.programs.recomputed
+    if found is None:
+        return ()
+    kept = {stage: sum(map(pipeline.programs.bytes_of, keys)) for stage, keys in pipeline.programs.kept.items()}
+    said = [
+        f"stage {stage} keeps {bytes_text(kept[stage])} of each microbatch for its backward pass"
+        + (f" and computes again for {seconds:.3g} s per step, as one device would" if seconds else "")
+        for stage, seconds in enumerate(found.seconds)
+    ]
+    return (f"remat='auto': {'; '.join(said)}.",)
 
 
 def _span(layers: Sequence[str]) -> str:

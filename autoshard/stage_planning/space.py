@@ -8,6 +8,7 @@ what the search chooses are planned afterwards (`PlannedSpace.with_planned`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.pricing.late import FormulatingLate
 from autoshard.model.xla.backends import Backend
+from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, level_of, variant_of
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes
 from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs, with_loops
 from autoshard.stage_search import MicrobatchCosts, StageSpace, StageTable
@@ -55,6 +57,7 @@ class SpaceRequest:
     least_stages: int = 1
     most_stages: int = 32  # of a pipeline, however many devices there are
     until: float = math.inf  # when planning units ends, as `time.monotonic` has it: others are left then
+    level: str = AS_WRITTEN  # of recomputation, at which `cut_into_units` cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,30 +66,54 @@ class PlannedSpace:
 
     space: StageSpace
     shapes: Mapping[str, SubMeshShape]
-    _planner: _UnitPlanner
+    _planners: Mapping[str, _UnitPlanner]  # by levels of recomputation
 
-    def with_planned(self, microbatches: int, shapes: Collection[str]) -> PlannedSpace | None:
+    def with_planned(self, microbatches: int, tables: Collection[tuple[str, str]]) -> PlannedSpace | None:
         """The space with costs that are planned for a number of microbatches, and not taken from others.
 
         Args:
-            shapes: names of the sub-meshes that they are planned on.
+            tables: names of the sub-meshes that they are planned on, and variants.
 
         Returns:
             None if all of these were planned before, or cannot be.
         """
-        planned = [name for name in shapes if self._planner.plan_further(self.shapes[name], microbatches)]
+        asked = {(name, level_of(variant)) for name, variant in tables}
+        planned = {one for one in asked if self._planners[one[1]].plan_further(self.shapes[one[0]], microbatches)}
         if not planned:
             return None
-        for name in planned:
+        for name, level in planned:
             shape = self.shapes[name]
-            self._planner.plan_lean(shape, self.space.row.devices // shape.in_row.devices, microbatches)
-        known, tables = self.space.costs[microbatches], list[StageTable]()
-        for name, shape in self.shapes.items():
-            again = name in planned
-            own = self._planner.tables(shape, microbatches) if again else known.tables
-            tables += [table for table in own if table.shape.name == name]
-        costs = replace(known, tables=tuple(tables))
+            self._planners[level].plan_lean(shape, self.space.row.devices // shape.in_row.devices, microbatches)
+        known, found = self.space.costs[microbatches], list[StageTable]()
+        for (name, shape), (level, planner) in itertools.product(self.shapes.items(), self._planners.items()):
+            own = planner.tables(shape, microbatches) if (name, level) in planned else known.tables
+            found += [one for one in own if one.shape.name == name and level_of(one.variant) == level]
+        costs = replace(known, tables=tuple(found))
         return replace(self, space=replace(self.space, costs={**self.space.costs, microbatches: costs}))
+
+    def with_level(self, request: SpaceRequest) -> PlannedSpace:
+        """The space with tables of another level of recomputation, as far as units were planned at it.
+
+        Args:
+            request: that of the level, for the same microbatches.
+        """
+        planner = _UnitPlanner(request)
+        for count in sorted(request.planned):
+            with contextlib.suppress(MicrobatchError, StageError, FormulatingLate):
+                planner.cut(count)
+        _plan_units(planner, list(self.shapes.values()), self.space.row.devices)
+        costs = {
+            count: replace(
+                known,
+                tables=(
+                    *known.tables,
+                    *(one for shape in self.shapes.values() for one in planner.tables(shape, count)),
+                ),
+            )
+            for count, known in self.space.costs.items()
+        }
+        planners = {**self._planners, request.level: planner}
+        return replace(self, space=replace(self.space, costs=costs), _planners=planners)
 
 
 class _UnitPlanner:
@@ -156,7 +183,7 @@ class _UnitPlanner:
 
         Lean plans are planned for few numbers of microbatches. For others their costs grow as those of fast plans do.
         """
-        fast, lean = self.fast[shape.in_row.name], self._lean.get(shape.in_row.name, {})
+        fast, lean = self.fast.get(shape.in_row.name, {}), self._lean.get(shape.in_row.name, {})
         if not fast:
             return []
         costs = between_microbatches(fast, microbatches)
@@ -164,7 +191,8 @@ class _UnitPlanner:
         if lean:
             most = microbatches if microbatches in lean else max(lean)
             variants["lean"] = _in_proportion(lean[most], costs, fast[most])
-        return [one.layer_costs().table(shape.in_row, variant) for variant, one in variants.items()]
+        level = self.request.level
+        return [one.layer_costs().table(shape.in_row, variant_of(level, name)) for name, one in variants.items()]
 
 
 def planned_space(request: SpaceRequest) -> PlannedSpace | None:
@@ -191,15 +219,8 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
     )
     fewest, most = request.least_stages, min(units, request.most_stages)
     shapes = [shape for shape in shapes if fewest * shape.in_row.devices <= row.devices <= most * shape.in_row.devices]
-    counts = list(planner.cuts)
-    for shape in shapes:
-        planned = [count for count in counts if planner.plan(shape, count)]
-        # Lean plans for one number of microbatches do until one is chosen: with the most, each holds the least.
-        stages = max(1, row.devices // shape.in_row.devices)
-        for count in sorted(planned, reverse=True):
-            if planner.plan_lean(shape, stages, count):
-                break
-    first = counts[0]
+    first = next(iter(planner.cuts))
+    _plan_units(planner, shapes, row.devices)
     costs = {}
     for count in request.microbatches:
         tables = tuple(itertools.chain(*(planner.tables(shape, count) for shape in shapes)))
@@ -208,7 +229,18 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
         sent = planner.cut(first).crossing * (first / count)
         costs[count] = MicrobatchCosts(tables, sent, sent)
     space = StageSpace(row, costs, request.schedules, request.least_task_seconds, request.most_stages)
-    return PlannedSpace(space, {shape.in_row.name: shape for shape in shapes}, planner)
+    return PlannedSpace(space, {shape.in_row.name: shape for shape in shapes}, {request.level: planner})
+
+
+def _plan_units(planner: _UnitPlanner, shapes: Sequence[SubMeshShape], devices: int) -> None:
+    """Plans units on sub-meshes of so many devices in all, in the numbers of microbatches in which they are cut."""
+    for shape in shapes:
+        planned = [count for count in planner.cuts if planner.plan(shape, count)]
+        # Lean plans for one number of microbatches do until one is chosen: with the most, each holds the least.
+        stages = max(1, devices // shape.in_row.devices)
+        for count in sorted(planned, reverse=True):
+            if planner.plan_lean(shape, stages, count):
+                break
 
 
 def _in_proportion(known: UnitCosts, other: UnitCosts, base: UnitCosts) -> UnitCosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +19,20 @@ from autoshard.planning import lowered
 from autoshard.processes.agreement import Claims, check_alike
 from autoshard.program import Program
 from autoshard.program.flattening import FlatCall, flattened
+from autoshard.program.program import RewrittenPlaces
 from autoshard.program.signature import Arguments
 from autoshard.specs import check_agrees, fixed_layouts
 from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
-from autoshard.stage_planning.pipeline_plan import PipelinePlan, check_fits, pipeline_plan
+from autoshard.stage_planning.pipeline_plan import (
+    PipelinePlan,
+    check_fits,
+    devices_over,
+    figures_of,
+    pipeline_plan,
+    planned_stages,
+)
+from autoshard.stage_planning.recomputing.asked_stages import StageFigures, StageLevels
+from autoshard.stage_planning.recomputing.levels import RecomputationLevels
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
 from autoshard.stages.plan_source import PlanSource
@@ -29,6 +40,7 @@ from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.user_plan import Plan
+from autoshard.variants.rewriting import RewriteSearch, as_planned
 from autoshard.variants.variant import StepVariants, Variant
 
 LEAST_STAGES_SHARE = 0.25  # of the time limit: what is left for stages, however long the plan without them has taken
@@ -88,7 +100,11 @@ class PlannedFunction(PipelinedFunction[Parameters, Result]):
         """
         assert plan.saved is not None, "plans of stages have it"
         checked, options = plan.bound_to(program), self._options
-        found = plan.saved.restored(traced.step, traced.mesh, program, options.mesh, self._jit_keywords)
+        written = as_planned(traced, plan.rewrites, options.mesh.size // plan.saved.stages)
+        found = plan.saved.restored(
+            written.step, traced.mesh, program, options.mesh, self._jit_keywords, options.topology
+        )
+        found = replace(found, rewritten=_places(written))
         made = pipeline_plan(found, options, DISPATCH_SECONDS, without=plan.without, bound=plan.bound)
         _check_fixed(made, program, options.fixed)
         return replace(made, warnings=checked.warnings, memory=checked.memory)
@@ -128,19 +144,64 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
     def _pipeline_of(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> PlannedPipeline:
         traced = self._traced(static, dynamic, types)
         program = traced.program(Variant())
-        found = self._plan_of(traced, program, str(self._request), lambda: self._planned_to_fit(traced, program))
+        asked = str(self._request) + (f", remat={self._options.remat!r}" if self._options.remat else "")
+        asked += f", rewrites={self._options.rewrites}" if self._options.rewrites else ""
+        found = self._plan_of(traced, program, asked, lambda: self._fastest_rewritten_stages(traced, program))
         assert isinstance(found, PipelinePlan) and found.pipeline is not None, "it has stages"
         self._plans[id(found.pipeline)] = found
         return found.pipeline
 
+    def _fastest_rewritten_stages(self, traced: StepVariants, program: Program) -> PipelinePlan:
+        """The stages of the step rewritten as is fastest, if that is asked for."""
+        options = self._options
+        if not options.rewrites:
+            return self._planned_to_fit(traced, program)
+
+        def planned(variants: StepVariants, enough: float, share: float) -> _PlannedStages:
+            try:
+                return _PlannedStages(self._planned_to_fit(variants, program))
+            except StageError as error:
+                if variants is traced:
+                    raise
+                raise MicrobatchError(str(error)) from error  # it is not rewritten so
+
+        devices, until = options.mesh.size // self._request.stages, time.monotonic() + options.time_limit
+        return RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest().plan
+
     def _planned_to_fit(self, traced: StepVariants, program: Program) -> PipelinePlan:
         """
+        Args:
+            program: the step as it is written, which may be rewritten in `traced`.
+
         Raises:
             MemoryLimitError: a stage holds more than the memory limit.
         """
-        pipeline, options = self._planned_stages(traced, program), self._options
+        options = self._options
+        if options.remat is None:
+            pipeline = self._planned_stages(traced, program)
+        else:
+            until = time.monotonic() + options.time_limit
+            pipeline = StageLevels(self._asked(traced, program), self._stage_figures, until).fastest()
+        pipeline = replace(pipeline, rewritten=_places(traced))
         check_fits(pipeline, options, DISPATCH_SECONDS)
         return pipeline_plan(pipeline, options, DISPATCH_SECONDS)
+
+    def _stage_figures(self, pipeline: PlannedPipeline) -> StageFigures:
+        figures = figures_of(pipeline, self._options, DISPATCH_SECONDS)
+        work = [stage.seconds for stage in planned_stages(pipeline, figures)]
+        return StageFigures(figures.seconds, work, devices_over(pipeline, self._options, DISPATCH_SECONDS))
+
+
+@dataclass(frozen=True)
+class _PlannedStages:
+    """One way to write a step, planned in the stages that are asked for."""
+
+    plan: PipelinePlan
+
+
+def _places(traced: StepVariants) -> tuple[RewrittenPlaces, ...]:
+    """Where a step was rewritten by laws."""
+    return traced.program(Variant()).rewritten
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +274,8 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
     def _chosen(self, args: Any, kwargs: Any, static: Any, dynamic: Arguments, flat: FlatCall) -> _Choice:
         traced = self._traced(static, dynamic, self._types(flat.arrays, static, dynamic))
         program = traced.program(Variant())
-        made = self._plan_of(traced, program, "auto", lambda: self._fastest_of_all(args, kwargs, traced, program))
+        asked = "auto" + (f", remat={self._options.remat!r}" if self._options.remat else "")
+        made = self._plan_of(traced, program, asked, lambda: self._fastest_of_all(args, kwargs, traced, program))
         if not isinstance(made, PipelinePlan):
             return _Choice(None, replace(self._plain.plan(*args, **kwargs), warnings=made.warnings))
         assert made.pipeline is not None, "it is bound"
@@ -230,7 +292,8 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
             plain = error
         try:
             until = max(begin + limit, time.monotonic() + LEAST_STAGES_SHARE * limit)
-            found = self._found(traced, program, until)
+            enough = plain.predicted.step_seconds if isinstance(plain, Plan) else math.inf
+            found = self._found(traced, program, until, enough)
         except (MicrobatchError, StageError) as error:
             return _without(plain, f"pipeline='auto': the step runs without stages, as it cannot be cut: {error}")
         if found is None:
@@ -246,14 +309,16 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         return made
 
     def _found(
-        self, traced: StepVariants, program: Program, until: float
+        self, traced: StepVariants, program: Program, until: float, enough: float
     ) -> tuple[PlannedPipeline, ChosenPipeline] | None:
         options = self._options
         fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
-        steps = CuttableSteps(traced.step, program, traced.mesh, own)
+        levels = None if options.remat is None else RecomputationLevels.of(traced.step, options.topology)
+        steps = CuttableSteps(traced.step, program, traced.mesh, own, levels)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
-        chosen = choose_pipeline(steps, machine, until=until)
+        more: dict[str, Any] = {} if levels is None else {"levels": levels.seconds, "enough": enough}
+        chosen = choose_pipeline(steps, machine, until=until, **more)
         return None if chosen is None else (planned_pipeline(chosen, program, options, self._jit_keywords), chosen)
 
 

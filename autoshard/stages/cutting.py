@@ -20,6 +20,7 @@ from autoshard.program.tracing import TracedStep
 from autoshard.stages.building import Builder, Names
 from autoshard.stages.placement.after import AfterLoop, after_loop
 from autoshard.stages.placement.assignment import stages_of
+from autoshard.stages.placement.recomputing import ApartStep, CutChoice
 from autoshard.stages.placement.residuals import kept_values
 from autoshard.stages.programs import Key, Piece, StagePrograms
 from autoshard.stages.roles import Roles, bytes_of, variables
@@ -69,6 +70,7 @@ def cut(
     weight_programs: bool = False,
     pins: Pins | None = None,
     are_alike: bool = False,
+    keeps: CutChoice | None = None,
 ) -> StagePrograms:
     """The programs of the stages between boundaries.
 
@@ -78,25 +80,30 @@ def cut(
             backward pass.
         pins: says of backward equations where they run; by default where the fewest bytes cross.
         are_alike: whether parts of one loop hand on the same carries, whether or not anybody reads those of the last.
+        keeps: says what stages keep for their backward passes; by default as the step is written.
 
     Raises:
         StageError: an early stage would wait for a late one.
+        MicrobatchError: a microbatch would keep something else than the whole batch.
     """
     bounds = _bounds(step.roles, boundaries)
-    whole, part = taken_apart(step.whole, bounds), taken_apart(step.part, bounds)
+    whole, part = taken_apart(step.whole, bounds), taken_apart(step.part, bounds).closed
+    again = None if keeps is None else ApartStep(whole, part, boundaries, keeps.topology).recomputed(keeps)
+    if again is not None:
+        whole, part = again.whole, again.part
     roles, held = step.roles, frozenset(i for i, one in enumerate(whole.origins) if one.equation in step.held)
-    if bounds:
-        found = proof(whole.closed, part.closed, step.split)
-        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found), held)
+    if bounds or again is not None:
+        found = proof(whole.closed, part, step.split)
+        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.jaxpr, step.split, found), held)
     stages = stages_of(roles, whole.origins, boundaries, pins(roles, whole.origins) if pins is not None else None)
     late = _settle_sums(roles, stages)
     if late:
         places = [Invariant.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
         found = replace(roles.step.proof, places=places)
-        again = MicrobatchedStep(whole.closed.jaxpr, part.closed.jaxpr, step.split, found)
-        roles = Roles(again, held)
+        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.jaxpr, step.split, found), held)
         stages = {i: stages[i] for i in roles.loop if i in stages}
-    return _Cut(step, whole, roles, stages, boundaries, weight_programs, are_alike).programs()
+    made = _Cut(step, whole, roles, stages, boundaries, weight_programs, are_alike).programs()
+    return made if again is None else replace(made, recomputed=again.summary)
 
 
 def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +13,12 @@ from autoshard.arrays.arguments import is_deleted
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError, StageError
 from autoshard.options import Options
-from autoshard.pipeline import schedule
 from autoshard.program import Program, context
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
-from autoshard.specs import fixed_layouts
-from autoshard.stages.cutting import CuttableStep, cut
-from autoshard.stages.planned_pipeline import PlannedPipeline
-from autoshard.stages.planning import StagePlanner
-from autoshard.stages.programs import StagePrograms
+from autoshard.stages.planned_pipeline import AskedStages, PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime
-from autoshard.stages.sub_meshes import stage_meshes, stage_positions
 from autoshard.variants.variant import StepVariants, Variant
 
 
@@ -130,31 +123,8 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         Args:
             program: the step as it is written.
         """
-        request, options = self._request, self._options
-        meshes = stage_meshes(options.mesh, request.stages)
-        with jax.sharding.use_abstract_mesh(traced.mesh):
-            step = CuttableStep.of(traced.step, request.microbatches, program.carried, program.name)
-            order = request.orders()
-            stages = len(order.placement) // order.replicas
-            units = step.units(stages)
-            first = units.balanced(stages, request.stages)
-            programs = cut(step, units.boundaries(first), weight_programs=order.has_weight_tasks)
-        if order.name == "graph":
-            order = schedule("graph", request.stages, request.microbatches, predecessors=predecessors_of(programs))
-        fixed = fixed_layouts(program, options.fixed, dict(meshes[0].shape))
-        own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
-        homes: Sequence[Any] = [meshes[order.placement[stage]] for stage in range(stages)]
-        positions = stage_positions(options.mesh, request.stages)
-        starts = [positions[order.placement[stage]][0] for stage in range(stages)]
-        plans = StagePlanner(programs, options, own, program.donated, self._jit_keywords).plans(homes, starts)
-        runs = itertools.pairwise([0, *first, len(units.units)])
-        layers = tuple(tuple(unit.name for unit in units.units[a:b]) for a, b in runs)
-        return PlannedPipeline(programs, plans, order, meshes, program, layers, positions)
+        return self._asked(traced, program).planned()
 
-
-def predecessors_of(programs: StagePrograms) -> list[list[int]]:
-    """Per stage, the stages before it that it has to do with: they send it something, or wait for it going back."""
-    found: list[set[int]] = [set() for _ in range(programs.stages)]
-    for one, other in programs.sends:
-        found[max(one, other)].add(min(one, other))
-    return list(map(sorted, found))
+    def _asked(self, traced: StepVariants, program: Program) -> AskedStages:
+        """The stages that the user asks for, of a traced step."""
+        return AskedStages.of(traced.step, traced.mesh, program, self._request, self._options, self._jit_keywords)

@@ -21,6 +21,8 @@ from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.traced import StageLayouts, in_planning_order
 from autoshard.user_plan import Plan
 
+_FREE = 2.0**60  # bytes: a limit that is none
+
 
 @dataclass
 class StagePlanner:
@@ -32,6 +34,7 @@ class StagePlanner:
     donated: frozenset[int]  # arguments
     jit_keywords: Mapping[str, Any] = field(default_factory=dict)  # that programs are compiled with
     known: dict[Any, Plan] = field(default_factory=dict)  # of programs that are alike
+    is_limited: bool = True  # whether programs that fit in no way are errors; else they are planned as if they did
 
     def plans(self, meshes: Sequence[Any], starts: Sequence[int] = ()) -> tuple[Plan, ...]:
         """A plan per program, in the order of `StagePrograms.programs`, each on the mesh of its stage.
@@ -84,6 +87,8 @@ class StagePlanner:
         try:
             return planned(made, options, self.jit_keywords, {})
         except MemoryLimitError as error:
+            if not self.is_limited:
+                return planned(made, replace(options, memory=_FREE), self.jit_keywords, {})
             raise MemoryLimitError(
                 f"pipeline: {program.name}: {error}", budget=error.budget, needed=error.needed
             ) from None

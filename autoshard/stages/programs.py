@@ -98,6 +98,22 @@ class StageProgram:
         return tuple(key for key in self.outputs if key.kind == "sum") if self.kind in LOOP else ()
 
 
+@dataclass(frozen=True)
+class BlockCut:
+    """What a block of the forward pass keeps, and which of its equations run again, by their numbers in it."""
+
+    kept: tuple[int, ...]
+    again: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RecomputedBlocks:
+    """What stages compute again instead of keep."""
+
+    cuts: tuple[BlockCut, ...]  # per block
+    seconds: tuple[float, ...]  # per stage: of computing again in one step, on one device
+
+
 @dataclass(frozen=True, eq=False)
 class StagePrograms:
     """A step cut into stages, for so many microbatches."""
@@ -118,6 +134,7 @@ class StagePrograms:
     operations: Mapping[Key, str]  # sum -> how microbatches make it: "add", "max", "min", "and", "or" or "last"
     batch: frozenset[int] = frozenset()  # arguments that have rows of the batch
     boundaries: tuple[Origin, ...] = ()  # where stages begin in the whole step, all but the first
+    recomputed: RecomputedBlocks | None = None  # None: what is kept is as the step is written
 
     @property
     def programs(self) -> tuple[StageProgram, ...]:

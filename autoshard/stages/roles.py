@@ -145,10 +145,18 @@ class Roles:
 
     @cached_property
     def free(self) -> frozenset[int]:
-        """Cheap forward equations on no parameters: every stage that reads them computes them itself."""
+        """Cheap equations on no parameters: every stage that reads them computes them itself.
+
+        They are of the forward pass, or read only what such equations make and numbers that are known before the loop,
+        as zeros of the backward pass and the cotangent of a loss beside another.
+        """
         found: set[int] = set()
         for i in self.loop:
-            if i in self.held or i in self.backward or any(var in self.parameters for var in self.inputs(i)):
+            inputs = self.inputs(i)
+            if i in self.held or any(var in self.parameters for var in inputs):
+                continue
+            known = (self.makers[var] in found if var in self.makers else not aval_of(var).shape for var in inputs)
+            if i in self.backward and not all(known):
                 continue
             eqn = self.step.equations[i]
             may = is_cheap(eqn) or (i,) in self.step.proof.drawn

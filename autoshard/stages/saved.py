@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autoshard.errors import PlanError
 from autoshard.lower.on_shards import check_plan
+from autoshard.mesh.topology import Topology
 from autoshard.pipeline import Schedule, schedule
 from autoshard.planning import lowered
 from autoshard.plans.files import from_json, to_json
@@ -24,8 +25,9 @@ from autoshard.plans.nodes import Node
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.cutting import CuttableStep, cut
+from autoshard.stages.placement.recomputing import KnownCuts
 from autoshard.stages.planned_pipeline import PlannedPipeline
-from autoshard.stages.programs import StagePrograms
+from autoshard.stages.programs import BlockCut, RecomputedBlocks, StagePrograms
 from autoshard.stages.stacks import Origin
 from autoshard.stages.traced import StageLayouts, in_planning_order
 from autoshard.user_plan import Plan
@@ -60,6 +62,7 @@ class SavedPipeline:
     layers: tuple[tuple[str, ...], ...]
     parts: tuple[MeshPart, ...]  # per device of the schedule
     plans: tuple[Any, ...] = field(repr=False)  # of the programs, as JSON has them
+    recomputed: RecomputedBlocks | None = field(repr=False, default=None)  # None: as the step is written
 
     @classmethod
     def of(cls, planned: PlannedPipeline) -> SavedPipeline:
@@ -81,6 +84,7 @@ class SavedPipeline:
                 for mesh, places in zip(planned.meshes, planned.positions, strict=True)
             ),
             tuple(map(content_of, planned.plans)),
+            planned.programs.recomputed,
         )
         if saved.order() != order:
             raise PlanError(
@@ -106,6 +110,7 @@ class SavedPipeline:
             "layers": list(map(list, self.layers)),
             "parts": [[dict(part.axes), list(part.devices)] for part in self.parts],
             "programs": list(self.plans),
+            **({} if self.recomputed is None else {"recomputed": _recomputed_to_json(self.recomputed)}),
         }
 
     @classmethod
@@ -118,7 +123,7 @@ class SavedPipeline:
         node.only(
             (
                 *("stages", "microbatches", "schedule", "chunks", "predecessors"),
-                *("boundaries", "layers", "parts", "programs"),
+                *("boundaries", "layers", "parts", "programs", "recomputed"),
             )
         )
 
@@ -143,6 +148,7 @@ class SavedPipeline:
             node["layers"].items(lambda one: one.items(Node.name)),
             node["parts"].items(part),
             tuple(one.value for one in node["programs"].parts()),
+            None if (found := node.get("recomputed")) is None else found.optional(_recomputed_from_json),
         )
 
     def restored(
@@ -152,6 +158,7 @@ class SavedPipeline:
         program: Program,
         mesh: Mesh | AbstractMesh,
         jit_keywords: Mapping[str, Any],
+        topology: Topology,
         where: str = "the plan",
     ) -> PlannedPipeline:
         """The pipeline, for the step that it was planned for.
@@ -162,6 +169,7 @@ class SavedPipeline:
             program: the same for the planner.
             mesh: the whole mesh.
             jit_keywords: that programs are compiled with.
+            topology: what the mesh costs.
             where: what messages call the data.
 
         Raises:
@@ -170,7 +178,8 @@ class SavedPipeline:
         order = self.order()
         with jax.sharding.use_abstract_mesh(context):
             step = CuttableStep.of(traced, self.microbatches, program.carried, program.name)
-            programs = cut(step, self.boundaries, weight_programs=order.has_weight_tasks)
+            keeps = None if self.recomputed is None else KnownCuts(self.recomputed.cuts, topology)
+            programs = cut(step, self.boundaries, weight_programs=order.has_weight_tasks, keeps=keeps)
         known = [device for part in self.parts for device in part.devices]
         fits = len(self.parts) == order.stages and max(known, default=0) < mesh.size
         if (
@@ -188,6 +197,20 @@ class SavedPipeline:
         plans = restored_plans(programs, program.donated, self.plans, of_stages, jit_keywords, where)
         positions = tuple(part.devices for part in self.parts)
         return PlannedPipeline(programs, plans, order, meshes, program, self.layers, positions)
+
+
+def _recomputed_to_json(found: RecomputedBlocks) -> dict[str, Any]:
+    return {"cuts": [[list(one.kept), list(one.again)] for one in found.cuts], "seconds": list(found.seconds)}
+
+
+def _recomputed_from_json(node: Node) -> RecomputedBlocks:
+    node.only(("cuts", "seconds"))
+
+    def cut_of(one: Node) -> BlockCut:
+        kept, again = one.parts(2)
+        return BlockCut(kept.items(Node.count), again.items(Node.count))
+
+    return RecomputedBlocks(node["cuts"].items(cut_of), node["seconds"].items(Node.number))
 
 
 def content_of(plan: Plan) -> Any:

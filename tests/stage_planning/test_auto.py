@@ -154,7 +154,7 @@ def test_fixed_holds_in_stages(mesh):
     assert made.stages
 
 
-@pytest.mark.parametrize("option", [{"pad": "batch"}, {"remat": "auto"}, {"microbatches": 2}, {"like": "x.json"}])
+@pytest.mark.parametrize("option", [{"pad": "batch"}, {"microbatches": 2}, {"like": "x.json"}])
 def test_options_that_stages_do_not_heed_are_refused(mesh, option):
     with pytest.raises(ArgumentError, match=f"pipeline=.*{next(iter(option))}="):
         plan(step, *arguments(), mesh=mesh, pipeline="auto", **option)

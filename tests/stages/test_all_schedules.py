@@ -17,7 +17,7 @@ from training_recipes import RECIPES, model_of
 
 from autoshard import autoshard
 from autoshard.pipeline import SCHEDULES, schedule
-from autoshard.stages.pipelined_function import predecessors_of
+from autoshard.stages.planned_pipeline import predecessors_of
 from autoshard.stages.running import runtime
 
 pytestmark = pytest.mark.slow
