@@ -23,7 +23,7 @@ from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_ev
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
-from autoshard.model.xla.operations import running_ahead, running_beside
+from autoshard.model.xla.operations import beginning, running_ahead, running_beside
 from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import added_sums, hoisted_sums, read_once
 from autoshard.primitives import Work, facts_of
@@ -86,10 +86,11 @@ def groups_of(
     again = recomputation(program, groups, users, needed_outside | scattered, backend, (mesh or {}).values())
     last = _last_runs(groups, users, points, again.repeated)
     starts = backend.operations.least_seconds > 0
-    beside = running_beside(groups, again.repeated, ending) if starts else [False] * len(groups)
+    together = running_beside(groups, again.repeated, ending) if starts else [None] * len(groups)
     is_ahead = starts and not backend.operations.are_kernels
     ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
+    begins = beginning(groups, again.repeated)
     counting = _counting_turns(program, home) if backend.operations.are_kernels else set()
     return [
         replace(
@@ -107,8 +108,10 @@ def groups_of(
             is_sunk=again.sunk[i],
             is_normalising=i in again.normalising,
             ends_product=ending[i],
+            begins=begins[i],
             runs_ahead=ahead[i],
-            runs_beside=beside[i],
+            runs_beside=bool(together[i]),
+            read_before=together[i],
             counts_turns=i in counting,
             writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
             is_copy=_is_copied(group, needed_outside, makers, again.repeated),

@@ -20,7 +20,8 @@ from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import stacked_beside
-from autoshard.model.xla.rounding import widths_of
+from autoshard.model.xla.rounding import Widths, widths_of
+from autoshard.model.xla.units.chip_memory import kept_between, only_in_products, scaled
 from autoshard.model.xla.units.scalar_unit import places_of
 from autoshard.program import Program
 from autoshard.propagation.registry import rule_of
@@ -59,7 +60,7 @@ class PriceLists:
             pairs = zip(program.equations, rules, strict=True)
             rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
         groups = groups_of(program, rules, backend, mesh)
-        backend = replace(backend, combining=backend.combining.counted(groups))
+        backend = replace(backend, combining=backend.combining.counted(groups), streams=backend.streams.counted(groups))
         widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
         prices = functools.partial(
             Prices,
@@ -70,7 +71,7 @@ class PriceLists:
             weights=weights,
             entering=entering_loops(groups, weights),
             stacked=stacked_beside(program),
-            kept=kept_inside(program, widths, backend.loop_memory) if backend.loop_memory.bytes else None,
+            kept=_kept(program, groups, widths, backend),
             turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
             rounded=rounded_for_loops(program, widths),
             places=places_of(program) if backend.number_bytes else None,
@@ -80,3 +81,13 @@ class PriceLists:
             regions=Regions(program, mesh, topology, backend, formulate),
         )
         return cls(program, groups, backend, prices)
+
+
+def _kept(program: Program, groups: Sequence[Group], widths: Widths, backend: Backend) -> dict[int, int] | None:
+    """What lies in a chip's own memory -> the bytes of all that lie there with it; 0 of what lies nowhere."""
+    room = backend.loop_memory
+    if not room.bytes:
+        return None
+    between = kept_between(program, groups) if backend.on_chip_bytes else {}
+    nowhere = dict.fromkeys(only_in_products(groups), 0)
+    return scaled(between, backend.on_chip_bytes, room.bytes) | nowhere | kept_inside(program, widths, room)

@@ -481,6 +481,8 @@ class Prices:
             group.is_copy,
             group.is_normalising,
             group.passes_before,
+            self.work.is_alone(group),
+            None if group.read_before is None else tuple(one.value.id in group.read_before for one in group.uses),
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),
         )

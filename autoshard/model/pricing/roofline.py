@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
+from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Value, dtype_name
 
@@ -58,17 +60,23 @@ class GroupWork:
             work += self._flops(equation) / split[factors] * filled
         if group.equations[0].primitive == "conv_general_dilated":
             work /= self.arrays.backend.convolutions.flops_share
-        through = np.maximum(
-            self._bytes_moved(group, wants, leaves), self.arrays.backend.vector_products.bytes_read(group, pieces)
-        )
-        least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
         backend = self.arrays.backend
+        streams = self._stream_seconds(group, wants, leaves) if backend.streams.counts(group) else None
+        moved = (
+            self._bytes_moved(group, wants, leaves) if streams is None else 0.0
+        )  # streams have their own price of it
+        through = np.maximum(moved, backend.vector_products.bytes_read(group, pieces))
+        least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
         in_units = np.maximum(
             np.maximum(self._vector_seconds(group, split, leaves), backend.matrix_unit.seconds(group, pieces)),
-            np.maximum(backend.convolutions.grouped_seconds(group, pieces), self._unstored_seconds(group, split)),
+            np.maximum(
+                backend.convolutions.grouped_seconds(group, pieces), backend.convolutions.lone_seconds(group, pieces)
+            ),
         )
         if sorting := backend.sorts.seconds(group):
             in_units = np.maximum(in_units, sorting / split[frozenset(group.factors_of(group.equations[0]))])
+        if streams is not None:
+            in_units = np.maximum(in_units, streams)
         for equation in group.equations:
             if (library := backend.libraries.get(equation.primitive)) is not None:
                 shapes = [operand.shape for operand in equation.inputs]
@@ -86,6 +94,11 @@ class GroupWork:
             self._figures[value.id] = value.shape, image_dims, value.on_host, *widths, self.kept_share(value)
         return self._figures[value.id]
 
+    def is_alone(self, group: Group) -> bool:
+        """Whether a group is a stream of the vector unit that XLA fuses with nothing."""
+        streams = self.arrays.backend.streams
+        return streams.counts(group) and streams.is_alone(group, self.instead)
+
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
@@ -95,6 +108,8 @@ class GroupWork:
         values = {
             value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.outputs))
         }
+        for id in group.read_before or ():
+            values.pop(id, None)
         moves_parts = group.is_recomputed or first.primitive in _READS_RESULT_BYTES or _inserted(first) is not None
         in_memory = (value for value in values.values() if not (moves_parts or value.on_host or self.kept_share(value)))
         sizes = [
@@ -166,21 +181,40 @@ class GroupWork:
         )
         return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
 
-    def _unstored_seconds(self, group: Group, split: Mapping[frozenset[int], np.ndarray]) -> np.ndarray | float:
-        """What a reduction takes that computes most of what it reduces, per strategy; 0 of any other group.
-
-        Args:
-            split: factors of an equation -> into how many pieces each strategy splits them.
-        """
-        (first, *_) = group.equations
-        if facts_of(first.primitive).work is not Work.REDUCTION:
+    def _stream_seconds(
+        self, group: Group, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
+    ) -> np.ndarray | float:
+        """What a loop of the vector unit takes beside its start, per strategy: every array passes through it."""
+        if group.is_recomputed and not group.is_sunk:
             return 0.0
-        elements = max((math.prod(use.value.shape) for use in group.uses), default=0)
-        stored = {value.id: math.prod(value.shape) for use in group.uses for value in self.read_instead(use.value)}
-        if sum(stored.values()) > elements / 2:
-            return 0.0
-        pieces = split[frozenset(group.factors_of(first))]
-        return self.arrays.backend.vector_unit.reduction_seconds(elements / pieces)
+        sizes = [
+            (one.value, self.arrays.sizes(one.value, made)) for one, made in zip(group.outputs, leaves, strict=True)
+        ]
+        written = sum((self._outside(value, size) for value, size in sizes), start=np.zeros(1))
+        first = group.equations[0]
+        read: np.ndarray | float
+        if first.primitive in _READS_RESULT_BYTES or first.primitive == "concatenate":
+            passes = passes_of_joining(len(first.inputs)) if first.primitive == "concatenate" else 1.0
+            read = passes * sum((size for _, size in sizes), start=np.zeros(1))
+        else:
+            read = self._read_bytes(zip(group.uses, wants, strict=True), streaming_past=group.read_before or ())
+        narrow = [(value, size) for value, size in sizes if self.arrays.widths.stored(value) < STREAMED_BYTES]
+        packed = sum((size / self.arrays.widths.stored(value) for value, size in narrow), start=np.zeros(1))
+        made = [size / self.arrays.widths.stored(value) for value, size in sizes]
+        taken_in = [
+            self.arrays.sizes(use.value, want) / self.arrays.widths.stored(use.value)
+            for use, want in zip(group.uses, wants, strict=True)
+        ]
+        reduces = facts_of(first.primitive).work is Work.REDUCTION and not group.runs_beside
+        return self.arrays.backend.streams.seconds(
+            functools.reduce(np.maximum, [*made, *taken_in]),
+            read,
+            written,
+            reduces * functools.reduce(np.maximum, taken_in or [np.zeros(1)]),
+            packed,
+            self.topology.memory_bandwidth,
+            is_alone=self.is_alone(group),
+        )
 
     def read_instead(self, value: Value) -> Sequence[Value]:
         """What is in memory of what a reader of `value` reads."""
@@ -223,15 +257,23 @@ class GroupWork:
         read = self._read_bytes(zip(group.uses, wants, strict=True))
         return read + written + passes * np.maximum(read, written)
 
-    def _read_bytes(self, uses: Iterable[tuple[Use, Sequence[Layout]]]) -> np.ndarray | float:
-        """Of everything once, however many operands are made of it; per strategy."""
+    def _read_bytes(
+        self, uses: Iterable[tuple[Use, Sequence[Layout]]], streaming_past: Container[int] | None = None
+    ) -> np.ndarray | float:
+        """Of everything once, however many operands are made of it; per strategy.
+
+        Args:
+            streaming_past: ids of what need not be read. If this is given, bytes count wherever they lie.
+        """
         read: dict[int, np.ndarray] = {}
         for use, want in uses:
-            local = self._through_memory(use.value, want)
+            local = self.arrays.sizes(use.value, want)
             whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
             for value in self.read_instead(use.value):
+                if streaming_past is not None and value.id in streaming_past:
+                    continue
                 share = math.prod(value.shape) * self.arrays.widths.stored(value) / whole if whole else 0.0
-                size = local * share if value is use.value else self._outside(value, local * share)
+                size = local * share if streaming_past is not None else self._outside(value, local * share)
                 read[value.id] = np.maximum(read.get(value.id, 0.0), size)
         return sum(read.values(), start=0.0)
 
@@ -242,6 +284,8 @@ class GroupWork:
     def _outside(self, value: Value, sizes: np.ndarray) -> np.ndarray:
         """Of what `value` takes those bytes that the chip has no room for."""
         share = self.kept_share(value)
+        if math.isinf(share):
+            return np.zeros_like(sizes)
         return self.arrays.backend.loop_memory.outside(sizes, share) if share else sizes
 
     def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
@@ -257,8 +301,13 @@ class GroupWork:
         return np.array([row_padding(shape, window, size, tile) for shape, size in pairs])
 
     def kept_share(self, value: Value) -> float:
-        """The part that `value` has in all that its loop keeps in the chip's own memory; 0 if it is not kept there."""
-        return value.bytes / self.kept[value.id] if value.id in self.kept else 0.0
+        """The part that `value` has in all that is kept in the chip's own memory with it.
+
+        It is 0 if it is not kept there, and infinite if it lies nowhere.
+        """
+        if value.id not in self.kept:
+            return 0.0
+        return value.bytes / self.kept[value.id] if self.kept[value.id] else math.inf
 
 
 def _inserted(equation: Equation) -> int | None:

@@ -31,6 +31,7 @@ from autoshard.model.xla.scatters import Scatters
 from autoshard.model.xla.sums import Sums
 from autoshard.model.xla.tiles import Tile
 from autoshard.model.xla.units.matrix_unit import MatrixUnit
+from autoshard.model.xla.units.streams import Streams
 from autoshard.model.xla.units.vector_unit import VectorUnit
 from autoshard.primitives import primitives_where
 
@@ -66,6 +67,7 @@ class Backend:
     sums: Sums = field(default_factory=Sums)
     vector_products: VectorProducts = field(default_factory=VectorProducts)
     vector_unit: VectorUnit = field(default_factory=VectorUnit)
+    streams: Streams = field(default_factory=Streams)
     matrix_unit: MatrixUnit = field(default_factory=MatrixUnit)
 
     @property
@@ -138,7 +140,7 @@ V5E = Backend(
     tile=(8, 128),
     on_chip_bytes=88 * 2**20,  # of 128 MiB; arguments are copied there, too (`tests/model/xla/test_chip_memory.py`)
     combining=Combining(below_bytes=2**26),
-    convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7)),
+    convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7), lone_cycles=2.1),
     fourier_products=FourierProducts(passes=6, side=128, memory_passes=2.5),
     fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
     gathers=Gathers(several_dims_at_once=True, copies_results=True, summed_up_to_bytes=2**24),
@@ -156,7 +158,6 @@ V5E = Backend(
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
     vector_unit=VectorUnit(
         clock=1.5e9,
-        reduced_cycles=10,  # 9.6 of distances in 16 dims, 11 to 12 in 3
         cycles={
             "asinh": 9,
             "cos": 40,
@@ -192,6 +193,17 @@ V5E = Backend(
         },
     ),
     matrix_unit=MatrixUnit(clock=1.5e9, product_cycles=13, side=128),
+    streams=Streams(
+        clock=1.5e9,
+        bandwidth_share=0.88,  # 8.5 cycles per register of 32-bit numbers
+        register_cycles=8.6,
+        window_cycles=1490,
+        window_bytes=7.5e6,  # 16 to 42 windows of 64 to 320 MiB
+        window_elements=2**20,
+        alone_bytes=5e6,  # 4 MiB are one window, 6 are not
+        alone_elements=2**17,
+        alone_cycles=1740,
+    ),
 )
 V5P = replace(
     V5E,
@@ -203,6 +215,8 @@ V5P = replace(
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
     recopies=replace(V5E.recopies, keeps_columns=True),
+    # 16,384 registers of one and two arrays, fused and not
+    streams=replace(V5E.streams, clock=1.75e9, register_cycles=2.9, window_cycles=1320, alone_cycles=1085),
     scatters=Scatters(over_all_up_to=4, chip_rows=16),  # 2x2x1; 2x2x2 has none
     vector_products=VectorProducts({4: 0.35, 2: 0.22}),
 )

@@ -2,9 +2,9 @@
 
 On TPU the batch and feature dims of images are the tiled ones, and an argument is copied to lie so. On CPU convolutions
 run at part of the FLOP rate of matrix products, and the gradient of max-pooling takes scratch copies. Groups of
-features leave most of a TPU's matrix unit idle. Sources: layouts and heaps of compiled v5e and CPU programs; the cycles
-that libtpu notes on convolutions of groups of 2, 4 and 16 channels; measured CPU steps
-(`docs/benchmarks/prediction.md`).
+features leave most of a TPU's matrix unit idle. Images of one feature leave all of it idle. Sources: layouts and heaps
+of compiled v5e and CPU programs; the cycles that libtpu notes on convolutions of groups of 2, 4 and 16 channels, and of
+one feature of 64 to 2,048 images; measured CPU steps (`docs/benchmarks/prediction.md`).
 `tests/end_to_end/test_what_xla_does.py` compiles a CNN for CPU devices, `tests/mesh/test_targets.py` compiles for TPU.
 """
 
@@ -21,6 +21,7 @@ from autoshard.model.groups import Group, Use, reads_images
 from autoshard.program import Equation, Program, dtype_name
 
 _IMAGES = 8  # that lie together in a tile
+_LONE_IMAGES = 128  # images of one feature that lie side by side
 ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
 
 
@@ -33,6 +34,7 @@ class Convolutions:
     clock: float = 1.0  # cycles per second
     few_channels: int = 0  # per group of features, below which a tap takes longer
     tap_cycles: tuple[float, float] = (0.0, 0.0)  # of one tap at one place of 8 images, of few channels and of more
+    lone_cycles: float = 0.0  # of one tap at one place of 128 images of one feature
 
     def grouped_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """What a convolution of several groups of several features takes at least, per strategy; 0 of any other.
@@ -67,6 +69,29 @@ class Convolutions:
         )
         taps = math.prod(kernel[dim] for dim in numbers.rhs_spec[2:])
         return runs * taps * self.tap_cycles[channels >= self.few_channels] / self.clock
+
+    def lone_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """What a convolution takes at least that makes images of one feature, per strategy; 0 of others.
+
+        Such images lie side by side, 128 to a register, and no part of it is a matrix product.
+
+        Args:
+            group: what is computed.
+            pieces: factor -> into how many pieces each strategy splits it.
+        """
+        (first, *_) = group.equations
+        if first.primitive != "conv_general_dilated" or not self.lone_cycles or is_kernel_gradient(first):
+            return 0.0
+        if first.params["feature_group_count"] > 1 or first.params["batch_group_count"] > 1:
+            return 0.0
+        numbers, made, dims = first.params["dimension_numbers"], first.outputs[0].shape, group.results[first.index][0]
+        images, features, *places = (
+            made[dim] / math.prod((pieces[factor] for factor in dims[dim]), start=np.ones(1))
+            for dim in numbers.out_spec
+        )
+        taps = math.prod(first.inputs[1].shape[dim] for dim in numbers.rhs_spec[2:])
+        runs = math.prod(places, start=np.ones(1)) * np.ceil(images / _LONE_IMAGES) * taps
+        return np.where(features > 1, 0.0, runs * self.lone_cycles / self.clock)
 
 
 def image_dims(program: Program) -> dict[int, ImageDims]:

@@ -1,8 +1,9 @@
 """Operations: what one takes on TPU however little it does, and what cutting a slice takes.
 
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
-product to bring an argument in from memory, and to bring out a result, or what a loop stacks. Work comes on top. A
-product of what lies in the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
+product of nothing but arguments to bring these in from memory, and to bring out a result, or what a loop stacks. Work
+comes on top. Arguments that other products read are brought in while something else runs. A product of what lies in
+the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
 bits are counted along each dim of an array. Elementwise work and reductions that go over the same array, and do not
 wait for each other, are one operation with several results. What a larger loop repeats along a dim is computed ahead of
 it, by an operation of its own.
@@ -73,7 +74,8 @@ class Operations:
         if multiplies_vector(group):
             return inside + self.least_seconds
         if group.contracts and not self.are_kernels:
-            reads = any(use.value.from_outside for use in group.uses)
+            is_small = all(math.prod(use.value.shape) < _SMALL_PRODUCT for use in group.uses)
+            reads = group.begins or is_small  # other arguments are brought in while something runs
             return inside + self.product_seconds * (reads + (group.feeds_only_results or group.is_stacked))
         arrays = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         is_scalar_work = not self.are_kernels and all(math.prod(value.shape) <= 1 for value in arrays)
@@ -191,6 +193,8 @@ _OPERATIONS_OF_WIDE_TRIANGLE_ROW = {"float64": 164, "complex128": 492}  # each n
 _OPERATIONS_AROUND_ROWS = 4  # around that loop
 _LARGEST_TRIANGLE = 128  # rows that are inverted by themselves; larger triangles are products of such
 _OPERATIONS_OF_TRANSFORM = 2  # extra ones of each dim: the parts of complex numbers are put together and copied
+_SMALL_PRODUCT = 8 * 128  # numbers; products of fewer do not start at once, wherever they lie
+_LOOP_BYTES = 4  # of a number that a loop goes over, or of narrower ones beside such
 _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a single element, too
 _OPERATIONS_OF_GUARD = 2  # is it out of bounds; and what lies there, if so. Along a split dim there are one or none
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
@@ -200,6 +204,21 @@ _NEUTRAL = {"add": 0, "max": -math.inf, "min": math.inf, "mul": 1, "sub": 0}  # 
 _MOST_BETWEEN = 64  # groups that are looked at to see for which others one waits
 _OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows
 _OPERATIONS_PER_PART = 2  # the same of parts of a single dim
+
+
+def beginning(groups: Sequence[Group], repeated: Sequence[bool]) -> list[bool]:
+    """Per group, whether it reads arguments alone, or what is computed of such as it reads.
+
+    Args:
+        groups: in program order.
+        repeated: per group, whether its readers compute it again.
+    """
+    found, given = [], set[int]()
+    for group in groups:
+        found.append(all(use.value.from_outside or use.value.id in given for use in group.uses))
+        if found[-1] and repeated[group.index] and not group.is_boundary:
+            given.update(made.value.id for made in group.outputs)
+    return found
 
 
 def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]) -> list[bool]:
@@ -266,10 +285,13 @@ def _computes(equation: Equation) -> bool:
     return facts_of(equation.primitive).work is not Work.NONE
 
 
-def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool]) -> list[bool]:
-    """Per group, whether it runs in the operation of an earlier one: both go over one array, and neither waits.
+def running_beside(
+    groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool]
+) -> list[frozenset[int] | None]:
+    """Per group, what earlier ones read that run in one operation with it: all go over one array, and none waits.
 
-    Where much stands between two groups, the later one is taken to wait.
+    None if it runs by itself; nothing, if later groups run in its operation. Where much stands between two groups, the
+    later one is taken to wait.
 
     Args:
         groups: in program order.
@@ -282,10 +304,12 @@ def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Se
     reads = [sorted(one for one in by if one < i)[-_MOST_BETWEEN - 1 :] for i, by in enumerate(made_by)]
     stored: dict[int, frozenset[int]] = {}  # value that readers make again -> the arrays that they read for it
     operations: dict[tuple, list[list[int]]] = defaultdict(list)  # what groups go over -> those of each operation
-    found = [False] * len(groups)
+    found: list[frozenset[int] | None] = [None] * len(groups)
+    read_by: list[frozenset[int]] = []  # per group
     for group in groups:
         arrays = (stored.get(use.value.id, {use.value.id}) for use in group.uses if math.prod(use.value.shape) > 1)
         read = frozenset().union(*arrays)
+        read_by.append(read)
         if repeated[group.index]:
             stored.update((made.value.id, read) for made in group.outputs)
             continue
@@ -298,7 +322,8 @@ def running_beside(groups: Sequence[Group], repeated: Sequence[bool], ending: Se
             near = others[bisect.bisect_left(others, least, key=operator.itemgetter(0)) :]
             operation = next((one for one in near if waits_for.isdisjoint(one)), None)
             if operation is not None:
-                found[group.index] = True
+                found[operation[0]] = found[operation[0]] or frozenset()
+                found[group.index] = frozenset().union(*(read_by[one] for one in operation))
                 operation.append(group.index)
                 break
         else:
@@ -325,7 +350,7 @@ def _goes_over(group: Group) -> tuple | None:
         return None
     if not group.fuses and getattr(widest.dtype, "kind", "") == "c":
         return None  # the parts of complex numbers are summed in loops of their own
-    return group.trips, widest.shape, widest.itemsize
+    return group.trips, widest.shape, max(widest.itemsize, _LOOP_BYTES)
 
 
 def _awaited(group: int, reads: Sequence[Sequence[int]]) -> tuple[set[int], int]:

@@ -21,6 +21,7 @@ from autoshard.model.xla import backends, loop_memory, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.products import FourierProducts
+from autoshard.model.xla.units.streams import Streams
 from autoshard.program import reader
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -86,7 +87,7 @@ def nothing_runs_ahead(patch):
 
 
 def nothing_runs_beside(patch):
-    patch.setattr(grouping, "running_beside", lambda groups, repeated, ending: [False] * len(groups))
+    patch.setattr(grouping, "running_beside", lambda groups, repeated, ending: [None] * len(groups))
 
 
 def every_product_fills_the_unit(patch):
@@ -116,7 +117,7 @@ SMALL = {  # function of what shapes, how they are split, and a fault
     ),
     "sums of what a loop hands on": (
         lambda w, x: jax.lax.scan(lambda x, _: (lambda y: (y, y.mean()))(jnp.tanh(x @ w)), x, None, length=16),
-        [array(512, 512), array(64, 512)],
+        [array(512, 512), array(512, 512)],
         [WHOLE, WHOLE],
         lambda patch: patch.setattr(loop_memory, "_made_in_small_loops", lambda program, room: {}),
     ),
@@ -151,7 +152,7 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),
         [array(512, 16), array(512, 16)],
         [WHOLE, WHOLE],
-        without(vector_unit=replace(backends.V5E.vector_unit, reduced_cycles=0.0)),
+        without(streams=Streams()),
     ),
     "random bits of three dims": (
         normal,

@@ -1,8 +1,7 @@
 """The vector unit of a TPU core: functions that take longer to compute than what they read and make takes to move.
 
 Elementwise work is done on registers of 8 x 128 numbers. Most functions are computed while memory brings the next
-register; those of `VectorUnit.cycles` are not. A fused loop takes as long as the slower of the two. What a reduction
-takes in may be far more than what is stored, as all distances between points: that is computed register by register.
+register; those of `VectorUnit.cycles` are not. A fused loop takes as long as the slower of the two.
 
 Source: the cycles that libtpu notes on v5e programs of one function of [1024, 1024], applied one to three times.
 `tests/model/xla/test_units.py` compiles some of them.
@@ -17,7 +16,7 @@ import numpy as np
 
 from autoshard.program import Equation
 
-_REGISTER = 8 * 128  # numbers
+REGISTER = 8 * 128  # numbers
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class VectorUnit:
     clock: float = 1.0  # cycles per second
     # primitive, or algorithm of a generator -> of one register of real numbers
     cycles: Mapping[str, float] = field(default_factory=dict)
-    reduced_cycles: float = 0.0  # of one register that a reduction takes in without its being stored anywhere
     complex_cycles: Mapping[str, float] = field(default_factory=dict)  # the same of complex numbers
 
     def counts(self, equation: Equation) -> bool:
@@ -36,11 +34,7 @@ class VectorUnit:
 
     def seconds(self, equation: Equation, elements: np.ndarray | float) -> np.ndarray | float:
         """What an equation takes for so many elements of its result, padding included."""
-        return elements / _REGISTER * self._cycles(equation) / self.clock
-
-    def reduction_seconds(self, elements: np.ndarray | float) -> np.ndarray | float:
-        """What a reduction takes for so many elements that it computes as it goes."""
-        return elements / _REGISTER * self.reduced_cycles / self.clock
+        return elements / REGISTER * self._cycles(equation) / self.clock
 
     def _cycles(self, equation: Equation) -> float:
         values = (*equation.inputs, *equation.outputs)  # none, of a callback that takes and gives nothing

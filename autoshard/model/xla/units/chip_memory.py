@@ -1,0 +1,70 @@
+"""The chip's own memory of a TPU core: temporaries that lie there, and products that lie nowhere.
+
+libtpu lets a temporary lie in vector memory while there is room. A product that reads such a temporary starts at once,
+and nothing that is written there goes through memory. Of more than there is room for, a part lies there. What one
+operation makes together with the product that it ends is the only thing that this operation stores.
+
+Source: the memory spaces in v5e programs of 4 to 8 layers, widths of 256 to 2,048 and batches of 256 to 8,192.
+`tests/model/xla/test_streams.py` compiles some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autoshard.model.groups import Group
+from autoshard.program import Program, Value
+
+
+def kept_between(program: Program, groups: Sequence[Group]) -> dict[int, int]:
+    """What can stay in the chip outside of loops -> the most bytes of all that can at one time while it is there.
+
+    Args:
+        program: the traced step.
+        groups: its groups.
+    """
+    results = {value.id for value in program.results if isinstance(value, Value)}
+    last: dict[int, int] = {}
+    outside = set(results)
+    for group in groups:
+        for use in group.uses:
+            last[use.value.id] = max(last.get(use.value.id, 0), group.last_point)
+            if group.is_boundary:
+                outside.add(use.value.id)
+    lives: dict[int, tuple[int, int, int]] = {}
+    for group in groups:
+        if group.is_boundary or group.is_recomputed:
+            continue
+        for value in (made.value for made in group.outputs):
+            if value.trips == 1 and value.id not in outside and value.id in last:
+                lives[value.id] = group.point, max(group.point, last[value.id]), value.bytes
+    return {value: most for value, most in zip(lives, _most_at_once(list(lives.values())), strict=True) if most}
+
+
+def _most_at_once(lives: Sequence[tuple[int, int, int]]) -> list[int]:
+    """Per life, from its first point to its last and of so many bytes, the most bytes of all lives while it lasts."""
+    if not lives:
+        return []
+    starts, ends, sizes = np.array(lives, dtype=np.int64).T
+    change = np.zeros(ends.max() + 2, dtype=np.int64)
+    np.add.at(change, starts, sizes)
+    np.add.at(change, ends + 1, -sizes)
+    held = change.cumsum()
+    return [int(held[start : end + 1].max()) for start, end in zip(starts, ends, strict=True)]
+
+
+def only_in_products(groups: Sequence[Group]) -> frozenset[int]:
+    """Ids of products that lie nowhere, since whatever reads them is one operation with them."""
+    readers: dict[int, list[Group]] = {}
+    for group in groups:
+        for use in group.uses:
+            readers.setdefault(use.value.id, []).append(group)
+    made = (one.value.id for group in groups if group.contracts for one in group.outputs)
+    return frozenset(one for one in made if one in readers and all(user.ends_product for user in readers[one]))
+
+
+def scaled(kept: Mapping[int, int], room: float, of: float) -> dict[int, int]:
+    """The same bytes where `room` is as much as `of` elsewhere."""
+    return {value: round(size * of / room) for value, size in kept.items()}

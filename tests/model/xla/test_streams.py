@@ -1,0 +1,172 @@
+"""What passes through a TPU's vector unit, and what lies in its own memory, beside libtpu's cycles; with faults."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autoshard
+from autoshard.compiled.schedule import schedule_of
+from autoshard.mesh.chips import CHIPS
+from autoshard.mesh.targets import target_mesh
+from autoshard.model import grouping
+from autoshard.model.pricing import price_lists
+from autoshard.model.xla import backends
+from autoshard.model.xla.units.streams import Streams
+
+pytest.importorskip("libtpu")
+MACHINE, AXES = "v5e:2x2", {"x": 4}
+WITHIN = 1.45  # of libtpu's cycles
+SMALL, LARGE = (512, 512), (4096, 2048)
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rms(x, scale):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def adam(p, m, v, g):
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+
+def centred(x):
+    for _ in range(4):
+        x = jnp.tanh(x) - jnp.mean(x, axis=1, keepdims=True)
+    return x
+
+
+LOOPS = {  # function of arrays like the first, or of that and a row
+    "one function": jnp.tanh,
+    "a few functions": lambda x: jnp.tanh(x) * 2 + 1,
+    "two arrays": lambda x, y: x + y,
+    "two arrays, fused": lambda x, y: x * y + 1,
+    "a sum": lambda x: x.sum(1),
+    "a softmax": jax.nn.softmax,
+    "a norm": rms,
+    "several sums": centred,
+    "an optimizer": adam,
+    "two parts": lambda x, y: jnp.concatenate([x, y]),
+}
+ARRAYS = {"two arrays": 2, "two arrays, fused": 2, "an optimizer": 4, "two parts": 2}
+
+
+def arguments(name, shape, dtype):
+    arrays = [array(*shape, dtype=dtype)] * ARRAYS.get(name, 1)
+    return [*arrays, array(shape[1], dtype=dtype)] if name == "a norm" else arrays
+
+
+def seconds(fn, shapes) -> tuple[float, float]:
+    """Predicted, and by libtpu's cycles, without what the first operation waits for its arguments."""
+    mesh = target_mesh(MACHINE, AXES)
+    whole = NamedSharding(mesh, P())
+    compiled = jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
+    schedule = schedule_of(compiled.as_text(), AXES, autoshard.topology(MACHINE, AXES), CHIPS["v5e"].clock)
+    return foreseen(fn, shapes), schedule.step_seconds
+
+
+def foreseen(fn, shapes) -> float:
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    lies = tuple(P() for _ in shapes)
+    placed = autoshard.evaluate(fn, *shapes, in_shardings=lies, out_shardings=P(), mesh=mesh, topology=MACHINE)
+    return placed.predicted.comparable_seconds
+
+
+def without(patch, **fields):
+    """A fault: v5e without some of its constants."""
+    patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "v5e": replace(backends.V5E, **fields)})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["32 bits", "16 bits"])
+@pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(name, shape, dtype):
+    if (name, dtype) == ("several sums", jnp.bfloat16):
+        pytest.skip("what is widened for a sum is read once, and counted for each step that makes it")
+    predicted, compiled = seconds(LOOPS[name], arguments(name, shape, dtype))
+    assert 1 / WITHIN <= predicted / compiled <= WITHIN
+
+
+FAULTS = {  # constants, and a loop that is off without them
+    "no streams": (Streams(), "a softmax"),
+    "nothing is packed": (replace(backends.V5E.streams, register_cycles=0.0), "a few functions"),
+    "windows of single operations are large": (replace(backends.V5E.streams, alone_elements=2**20), "one function"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_loops(monkeypatch, name):
+    streams, loop = FAULTS[name]
+    shapes = arguments(loop, LARGE, jnp.bfloat16)
+    predicted, compiled = seconds(LOOPS[loop], shapes)
+    assert 1 / WITHIN <= predicted / compiled <= WITHIN
+    without(monkeypatch, streams=streams)
+    assert not 1 / WITHIN <= foreseen(LOOPS[loop], shapes) / compiled <= WITHIN
+
+
+def test_arrays_of_one_operation_are_read_once(monkeypatch):
+    def gated(x, y):
+        return jnp.where(x > 0, x, y), jnp.where(x > 0, y, x), jnp.where(x > 0, 0.0, x)
+
+    shapes = [array(*LARGE)] * 2
+    predicted, compiled = seconds(gated, shapes)
+    assert 1 / WITHIN <= predicted / compiled <= WITHIN
+    monkeypatch.setattr(grouping, "running_beside", lambda groups, repeated, ending: [None] * len(groups))
+    assert foreseen(gated, shapes) > 1.3 * predicted
+
+
+def training(depth):
+    """A step of a residual stack."""
+
+    def step(weights, x, y):
+        def loss(weights):
+            out = x
+            for w in weights:
+                out = out + jnp.tanh(out @ w)
+            return jnp.mean((out - y) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    return step
+
+
+STACKS = [(4, 256, 256), (4, 1024, 1024), (4, 1024, 4096), (8, 1024, 8192)]  # layers, width, batch
+STACKS_WITHIN = 1.6  # of libtpu's cycles
+
+
+@pytest.mark.parametrize("layers, width, batch", STACKS)
+def test_what_layers_hand_on_lies_in_the_chip(monkeypatch, layers, width, batch):
+    shapes = [array(width, width)] * layers, array(batch, width), array(batch, width)
+    predicted, compiled = seconds(training(layers), shapes)
+    assert 1 / STACKS_WITHIN <= predicted / compiled <= STACKS_WITHIN
+    monkeypatch.setattr(price_lists, "kept_between", lambda program, groups: {})
+    monkeypatch.setattr(price_lists, "only_in_products", lambda groups: frozenset())
+    assert foreseen(training(layers), shapes) > 1.2 * predicted
+
+
+IMAGES = {  # images, places along each side, places of a kernel along each side
+    "a tile of images": (64, 28, 3),
+    "many images": (512, 28, 3),
+    "large kernels": (512, 28, 5),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_of_one_feature(monkeypatch, name):
+    images, places, taps = IMAGES[name]
+
+    def convolved(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+
+    shapes = array(images, places, places, 1), array(taps, taps, 1, 1)
+    predicted, compiled = seconds(convolved, shapes)
+    assert 1 / WITHIN <= predicted / compiled <= WITHIN
+    without(monkeypatch, convolutions=replace(backends.V5E.convolutions, lone_cycles=0.0))
+    assert foreseen(convolved, shapes) < compiled / WITHIN
