@@ -49,7 +49,7 @@ class ResultTables:
     def add_output(self, output: HeldOutput) -> None:
         """Notes the copy that takes it out, if it is a result, and the table of its group."""
         group = output.group
-        if not (output.is_stored or output.has_buffer) or group.is_boundary:
+        if not (output.is_stored or output.has_buffer) or group.is_boundary or group.is_idle:
             return
         if output.has_buffer and math.prod(output.value.shape) > 1:
             self.made.append(group.point)

@@ -195,6 +195,7 @@ V5E = Backend(
     matrix_unit=MatrixUnit(clock=1.5e9, product_cycles=13, side=128),
     streams=Streams(
         clock=1.5e9,
+        bandwidth=CHIPS["v5e"].memory_bandwidth,
         bandwidth_share=0.88,  # 8.5 cycles per register of 32-bit numbers
         register_cycles=8.6,
         window_cycles=1490,
@@ -216,7 +217,14 @@ V5P = replace(
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
     recopies=replace(V5E.recopies, keeps_columns=True),
     # 16,384 registers of one and two arrays, fused and not
-    streams=replace(V5E.streams, clock=1.75e9, register_cycles=2.9, window_cycles=1320, alone_cycles=1085),
+    streams=replace(
+        V5E.streams,
+        clock=1.75e9,
+        bandwidth=CHIPS["v5p"].memory_bandwidth,
+        register_cycles=2.9,
+        window_cycles=1320,
+        alone_cycles=1085,
+    ),
     scatters=Scatters(over_all_up_to=4, chip_rows=16),  # 2x2x1; 2x2x2 has none
     vector_products=VectorProducts({4: 0.35, 2: 0.22}),
 )

@@ -42,9 +42,8 @@ class Streams:
     """Cycles of what passes through the vector unit."""
 
     clock: float = 1.0  # cycles per second
-    bandwidth_share: float = (
-        0.0  # of memory's, at which arrays pass, wherever they lie; 0: they have no price of their own
-    )
+    bandwidth: float = 1.0  # of the memory of the chip that was measured, in bytes/s
+    bandwidth_share: float = 0.0  # of this, at which arrays pass, wherever they lie; 0: they have no price of their own
     register_cycles: float = 0.0  # of one register that is reduced, or packed
     window_cycles: float = 0.0  # to start a window of a fusion
     window_bytes: float = math.inf  # of all arrays of a fusion
@@ -109,17 +108,17 @@ class Streams:
             written: bytes that go to memory.
             reduced: elements that it takes in to sum them up.
             packed: elements of narrow results.
-            bandwidth: of memory, in bytes/s.
+            bandwidth: of a device's memory, in bytes/s. Where it is half of what was measured, all takes twice as long.
             is_alone: whether XLA fuses it with nothing.
 
-        >>> v5e = Streams(1.5e9, 0.88, 8.6, 1490, 7.5e6, 2**20, 5e6, 2**17, 1740)
+        >>> v5e = Streams(1.5e9, 819e9, 0.88, 8.6, 1490, 7.5e6, 2**20, 5e6, 2**17, 1740)
         >>> n, most = np.array([2**24.0]), np.zeros(1)
         >>> (v5e.seconds(n, 4 * n, 4 * n, most, most, 819e9, is_alone=False) * 1e6).round()  # 203 us by libtpu's cycles
         array([204.])
         >>> (v5e.seconds(n, 4 * n, 4 * n, most, most, 819e9, is_alone=True) * 1e6).round()  # 336 us
         array([335.])
         """
-        byte_cycles = self.clock / (self.bandwidth_share * bandwidth)
+        byte_cycles = self.clock / (self.bandwidth_share * self.bandwidth)
         out = np.maximum(written * byte_cycles, reduced / REGISTER * self.register_cycles)
         cycles = read * byte_cycles + out + packed / REGISTER * self.register_cycles
         moved = read + written
@@ -128,7 +127,7 @@ class Streams:
         else:
             windows = np.maximum(moved / self.window_bytes, elements / self.window_elements)
             cycles = cycles + np.where(windows > 1, windows, 0.0) * self.window_cycles
-        return cycles / self.clock
+        return cycles / self.clock * (self.bandwidth / bandwidth)
 
 
 def passes_of_joining(parts: int) -> float:
