@@ -453,11 +453,11 @@ class _Formulator:
 
     def _add_tables(self) -> None:
         """A node without a choice, which holds the tables of operations with several results."""
-        if self.tables.bytes and self.counts_memory:
+        if self.counts_memory and (held := self.tables.bytes):
             node = len(self.costs)
             self.costs.append(np.zeros(1))
             self.names.append(TABLES)
-            self.lives.append(Live(node, 0, self.end, np.array([float(self.tables.bytes)])))
+            self.lives.append(Live(node, 0, self.end, np.array([float(held)])))
 
     def _hold(self, held: Iterable[HeldBytes]) -> None:
         """Counts what terms of memory hold; temporaries with the gaps between them."""

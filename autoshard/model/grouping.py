@@ -110,7 +110,6 @@ def groups_of(
             ends_product=ending[i],
             begins=begins[i],
             runs_ahead=ahead[i],
-            runs_beside=bool(together[i]),
             read_before=together[i],
             counts_turns=i in counting,
             writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),

@@ -75,13 +75,17 @@ class Group:
     ends_product: bool = False  # whether one operation makes it and the product that it reads or reduces
     begins: bool = False  # whether it reads arguments alone, or what is computed of such as it reads
     runs_ahead: bool = False  # whether its readers repeat what it makes along a dim: XLA computes it ahead of them
-    runs_beside: bool = False  # whether it runs in the operation of an earlier group, which goes over the same array
-    read_before: frozenset[int] | None = None  # ids of what that operation has read by then; None: it runs by itself
+    read_before: frozenset[int] | None = None  # ids of what its operation has read by then; None: it runs by itself
     counts_turns: bool = False  # whether it runs in a loop whose turns XLA counts in an operation of its own
     writes_apart: bool = False  # of a stack: whether an operation of its own writes it, not what makes its slices
     is_copy: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
     passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
     last_point: int = 0  # the last point at which it runs: later than `point` if its readers run it again
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether it runs in the operation of an earlier group, which goes over the same array."""
+        return bool(self.read_before)
 
     @cached_property
     def only_moves(self) -> bool:

@@ -115,10 +115,10 @@ def _lines(formulation: Formulation) -> Iterator[str]:
             yield f"values made at {formulation.groups[group].equations[-1].source or 'unknown line'}"
         else:
             value = shared.get(node)
-            if value is None and group >= 0:
-                yield TABLES
-                continue
-            yield copies if value is None or value.from_outside else f"values made at {value.source or 'unknown line'}"
+            if value is not None and not value.from_outside:
+                yield f"values made at {value.source or 'unknown line'}"
+            else:
+                yield TABLES if value is None and group >= 0 else copies
 
 
 def _moment_text(program: Program, point: int) -> str:

@@ -3,8 +3,7 @@
 Every temporary in the memory of a TPU starts at a multiple of `Backend.number_bytes`. An operation that makes a tuple
 has a temporary with the addresses of its parts, and no two tuples ever share one. Three kinds make tuples: fused
 operations with several results, and the copies that fetch arguments into the chip's own memory and take results out of
-it, which hand on a semaphore. So a step of few bytes and many arrays holds mostly tables: 182 of 5.2 MB for two layers
-of T5 with Adafactor.
+it, which hand on a semaphore. So a step of few bytes and many arrays holds mostly tables.
 
 An argument is fetched while other work runs, once, if the chip's own memory holds a shard, and a result is taken out
 while other work runs. So a copy counts only where enough operations run before an argument's first use, or after a
@@ -21,6 +20,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from autoshard.model.groups import Group
 from autoshard.model.memory_terms import HeldArgument, HeldOutput
 from autoshard.model.xla.backends import Backend
 
@@ -37,8 +37,7 @@ class ResultTables:
     used: list[int] = field(default_factory=list)  # program points of the first uses of arguments
     made: list[int] = field(default_factory=list)  # program points at which results are made
     stored: Counter[int] = field(default_factory=Counter)  # index of a group -> arrays that it makes
-    points: dict[int, int] = field(default_factory=dict)  # index of such a group -> the point at which it runs
-    beside: set[int] = field(default_factory=set)  # indices of groups that run in the operations of others
+    groups: dict[int, Group] = field(default_factory=dict)  # such groups, by their indices
 
     def add_argument(self, argument: HeldArgument) -> None:
         """Notes the copy that fetches it."""
@@ -54,17 +53,15 @@ class ResultTables:
         if output.has_buffer and math.prod(output.value.shape) > 1:
             self.made.append(group.point)
         self.stored[group.index] += 1
-        self.points[group.index] = group.point
-        if group.runs_beside:
-            self.beside.add(group.index)
+        self.groups[group.index] = group
 
     @property
     def bytes(self) -> int:
         """Of all tables."""
-        order = sorted(self.points.values())
+        order = sorted(group.point for group in self.groups.values())
         if not self.backend.number_bytes or len(order) <= _OPERATIONS_BESIDE:
             return 0
         fetched = sum(bisect.bisect_left(order, point) >= _OPERATIONS_BESIDE for point in self.used)
         taken_out = sum(len(order) - bisect.bisect_right(order, point) >= _OPERATIONS_BESIDE for point in self.made)
-        several = {index for index, count in self.stored.items() if count > 1}
-        return self.backend.number_bytes * (fetched + taken_out + len(several | self.beside))
+        several = sum(self.stored[index] > 1 or group.runs_beside for index, group in self.groups.items())
+        return self.backend.number_bytes * (fetched + taken_out + several)

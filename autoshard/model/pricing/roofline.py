@@ -62,9 +62,7 @@ class GroupWork:
             work /= self.arrays.backend.convolutions.flops_share
         backend = self.arrays.backend
         streams = self._stream_seconds(group, wants, leaves) if backend.streams.counts(group) else None
-        moved = (
-            self._bytes_moved(group, wants, leaves) if streams is None else 0.0
-        )  # streams have their own price of it
+        moved = 0.0 if streams is not None else self._bytes_moved(group, wants, leaves)  # streams price it themselves
         through = np.maximum(moved, backend.vector_products.bytes_read(group, pieces))
         least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
         in_units = np.maximum(
