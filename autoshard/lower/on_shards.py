@@ -12,7 +12,8 @@ Most equations are left to XLA's partitioner. These kinds are not, and run insid
   collectives are not the ones that were planned.
 - What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
   Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
-- Lookups of a single row along a split dim. XLA gathers the dim for a `dynamic_slice`; XLA for GPU makes one of a gather.
+- Lookups of a single row along a split dim. XLA gathers the dim for a `dynamic_slice`, which XLA for GPU also makes of
+  such a gather.
 - Ragged products. Of rows that are split, each device counts those that it has of each group.
 - Foreign functions for which the user has registered a rule that lets them be split.
 

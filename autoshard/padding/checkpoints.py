@@ -26,5 +26,6 @@ def checkpointed(eqn: JaxprEqn, body: Callable[..., Sequence[Any]], operands: Se
     inside, values = made.jaxpr, [*made.consts, *operands]
     called = jaxpr_of({}, [*inside.constvars, *inside.invars], inside.outvars, inside.eqns)
     inputs, results = ([Var(aval) for aval in avals] for avals in (called.in_avals, called.out_avals))
-    call = eqn.replace(params=capturing_call(eqn, called, len(made.consts)), invars=inputs, outvars=results)
+    params = capturing_call(eqn, called, len(made.consts))
+    call = eqn.replace(params=params, invars=[*inputs], outvars=[*results])
     return evaluated([call], dict(zip(inputs, values, strict=True)), results)
