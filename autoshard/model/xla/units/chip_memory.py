@@ -11,6 +11,7 @@ Source: the memory spaces in v5e programs of 4 to 8 layers, widths of 256 to 2,0
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from autoshard.model.groups import Group
 from autoshard.program import Program, Value
 
+_LONGER = 16.0  # times as many points: what lies for so long makes room for what does not
 _CROWDED = 4.0  # times the room of all devices: of so much or more, what lies in the chip is too little to count
 
 
@@ -54,14 +56,15 @@ def kept_between(program: Program, groups: Sequence[Group], room: float) -> dict
 def _most_at_once(lives: Sequence[tuple[int, int, int]]) -> list[int]:
     """Per life, from its first point to its last and of so many bytes, the most bytes while it lasts.
 
-    Lives that are longer than it do not count.
+    Lives that are much longer than it do not count.
     """
     most, held = [0] * len(lives), np.zeros(max((end for _, end, _ in lives), default=0) + 1, dtype=np.int64)
 
-    def points(one: int) -> int:
-        return lives[one][1] - lives[one][0]
+    def lasting(one: int) -> int:
+        start, end, _ = lives[one]
+        return round(math.log(end - start + 1, _LONGER))
 
-    for _, alike in itertools.groupby(sorted(range(len(lives)), key=points), key=points):
+    for _, alike in itertools.groupby(sorted(range(len(lives)), key=lasting), key=lasting):
         ones = list(alike)
         for start, end, size in (lives[one] for one in ones):
             held[start : end + 1] += size
