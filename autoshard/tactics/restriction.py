@@ -127,7 +127,7 @@ class _Restriction:
             homes = [option.home for option in self.formulation.arguments[i]]
             options = self._as_functions_say(i, options, homes)
             for axis, rule in self.rules.items():
-                wanted = self._wanted_dims(i, rule)
+                wanted = self._wanted_dims(i, axis)
                 if wanted is None or (-1 not in wanted and not self._can_be_gathered(i, axis)):
                     continue
                 dims = _dims_over(tuple(homes), axis)
@@ -169,9 +169,10 @@ class _Restriction:
             raise ConflictError(f"{said_by} wants {value} to be {spec_of(layout)}; {_left_by(options, homes)}")
         return kept
 
-    def _wanted_dims(self, argument: int, rule: AxisRule) -> set[int] | None:
+    def _wanted_dims(self, argument: int, axis: str) -> set[int] | None:
         """The dims that the axis may split of an argument, -1 for none of them; None: any."""
-        dims = self.roles.dims_of_argument(argument)
+        rule, devices = self.rules[axis], self.formulation.mesh[axis]
+        dims, shape = self.roles.dims_of_argument(argument), self.formulation.program.arguments[argument].shape
         state = self.roles.state.get(argument)
         if state is None or state is State.CACHE:
             if rule.batch is None:
@@ -180,8 +181,9 @@ class _Restriction:
         match rule.state.get(state, Storage.OPEN):
             case Storage.WHOLE:
                 return {-1}
-            case Storage.SPLIT:
-                return set(range(len(dims)))
+            case Storage.SPLIT:  # one dim for each axis, if they are to split no dim together
+                is_one_left = sum(size % devices == 0 for size in shape) <= len(rule.apart_from)
+                return None if is_one_left else set(range(len(dims)))
             case Storage.FEATURES:
                 return {i for i, dim in enumerate(dims) if dim & Dim.FEATURE} or {-1}
             case Storage.EXPERTS:

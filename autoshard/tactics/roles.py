@@ -68,6 +68,7 @@ class State(enum.Enum):
     CACHE = enum.auto()  # it has rows of the batch, as keys and values of a decoder
     OPTIMIZER = enum.auto()  # all else: moments, counters
     EXPERT_OPTIMIZER = enum.auto()  # what of that has the shape of an expert's weight
+    PARAMETER_OPTIMIZER = enum.auto()  # what of that has the shape of parameters, and of nothing else of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,10 +307,16 @@ class Roles:
 
         batch = set(self.batch)
         found = {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
-        experts = {program.arguments[i].shape for i, state in found.items() if state is State.EXPERT}
+        shapes: dict[State, set[tuple[int, ...]]] = {}
+        for i, state in found.items():
+            shapes.setdefault(state, set()).add(program.arguments[i].shape)
+        experts = shapes.get(State.EXPERT, set())
+        vectors = shapes.get(State.PARAMETER, set()) - shapes.get(State.WEIGHT, set()) - shapes.get(State.TABLE, set())
         for i, state in found.items():
             if state is State.OPTIMIZER and program.arguments[i].shape in experts:
                 found[i] = State.EXPERT_OPTIMIZER
+            elif state is State.OPTIMIZER and program.arguments[i].shape in vectors:
+                found[i] = State.PARAMETER_OPTIMIZER
         return found
 
     def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:
