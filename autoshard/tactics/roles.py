@@ -227,6 +227,19 @@ class Roles:
         active = any(use.value.id not in self.of_state for use in group.uses)
         return is_product and active and self._reads_state(group)
 
+    @cached_property
+    def embedding(self) -> frozenset[int]:
+        """The weight products that embed the batch: nothing that they read was multiplied with a weight before."""
+        products = {group.index for group in self.groups if self._is_weight_product(group)}
+        multiplied, before = set[int](), -1
+        while len(multiplied) > before:  # once more for what a loop carries from turn to turn
+            before = len(multiplied)
+            for group in self.groups:
+                if group.index in products or any(use.value.id in multiplied for use in group.uses):
+                    multiplied.update(made.value.id for made in group.outputs)
+        late = {group.index for group in self.groups if any(use.value.id in multiplied for use in group.uses)}
+        return frozenset(products - late)
+
     # Arguments.
 
     @cached_property

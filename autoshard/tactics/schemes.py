@@ -358,7 +358,11 @@ class TwoAndAHalf(Tactic):
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
         rows, columns, depth = axes
-        return {rows: (_DATA, replace(_ROWS, apart_from=frozenset({columns}))), columns: (_COLUMNS, AxisRule()), depth: (_DATA, AxisRule())}
+        return {
+            rows: (_DATA, replace(_ROWS, apart_from=frozenset({columns}))),
+            columns: (_COLUMNS, AxisRule()),
+            depth: (_DATA, AxisRule()),
+        }
 
 
 class ThreeDimensional(Tactic):
