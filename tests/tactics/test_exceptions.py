@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
-from models import vit
+from models import rnn, vit
 
 import autoshard
 from autoshard import tactics
@@ -131,17 +131,8 @@ def test_vectors_and_first_layers_lie_as_features_do_in_two_dimensions():
         assert {axis for axes in laid[moments] for axis in axes} == {"a", "b"}
 
 
-def joined(weights, x):
-    """Two products laid side by side along their features, and what reads both."""
-
-    def loss(weights):
-        both = jnp.concatenate([x @ weights["one"], x @ weights["other"]], axis=-1)
-        return jnp.mean((jnp.tanh(both) @ weights["down"]) ** 2)
-
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
-
-
 def test_where_features_are_joined_they_are_gathered():
-    weights = of_shapes(one=(64, 64), other=(64, 64), down=(128, 64))
-    plan = within(tactics.TwoDimensional("a", "b"), joined, weights, jax.ShapeDtypeStruct((32, 64), "float32"))
-    assert plan.predicted.step_seconds > 0
+    model = rnn.make()
+    given = jax.eval_shape(lambda: (model.state, model.batches(0)))
+    plan = within(tactics.TwoDimensional("a", "b"), model.step, *given)
+    assert remarks(plan, "between products") and not remarks(plan, "other collectives")
