@@ -13,7 +13,7 @@ the plan says where.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from autoshard.solver.problem import Edge, ForbiddenError, Problem
 from autoshard.tactics.asking import TacticLike, TacticRequests, ask, text_of_tactic
 from autoshard.tactics.exceptions import exceptions, places_of
 from autoshard.tactics.roles import Dim, Roles, State, Work
-from autoshard.tactics.rules import AxisRule, Payload, Storage
+from autoshard.tactics.rules import Payload, Storage
 from autoshard.tactics.schemes import Tactic
 
 _PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
@@ -53,19 +53,36 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
     for tactic in tactics:
         ask(asked, tactic, roles, mesh)
     found = _Restriction(roles, asked)
-    problem = found.placed()
-    strict = found.with_collectives(problem)
     named = ", ".join(map(text_of_tactic, tactics))
+    everywhere = found.placed()
     remarks = list(found.remarks())
-    if not _is_feasible(strict):
-        if not _is_feasible(problem):
+    fitting = _fitting(found, everywhere)
+    if fitting is None or fitting[1] is not None:
+        again = _fitting(found, found.placed(embeds=True)) if found.splits_features else None
+        if again is not None and again[1] is None:
+            remarks.append("tactics: what embeds the batch stays whole where no product is its second.")
+            fitting = again
+    if fitting is None:
+        # What an axis does not divide is for the user to say otherwise, so that it is no reason to split less.
+        fitting = None if remarks else _fitting(found, found.placed(_PRODUCTS))
+        if fitting is None:
             what = (f"{formulation.program.name}: the tactics {named} leave no sharding.", *remarks)
             advice = "Drop one of them, or what fixed=, like= or the step itself says against it; or change the mesh."
             raise ConflictError("\n".join((*what, advice)))
-        strict, where = _with_exceptions(formulation, problem, strict)
+        remarks.append("tactics: between products the step cannot be split wherever the tactics ask for it.")
+    problem, where = fitting
+    if where is not None:
         remarks.append(f"the step needs other collectives than the published scheme has{where}.")
     first = f"tactics: {named}. The bound is that of plans within them."
-    return replace(formulation, problem=strict, restrictions=(first, *remarks))
+    return replace(formulation, problem=problem, restrictions=(first, *remarks))
+
+
+def _fitting(restriction: _Restriction, placed: Problem) -> tuple[Problem, str | None] | None:
+    """The problem with the scheme's collectives, and where it has others, if it cannot do without; None: no choice."""
+    strict = restriction.with_collectives(placed)
+    if _is_feasible(strict):
+        return strict, None
+    return _with_exceptions(restriction.formulation, placed, strict) if _is_feasible(placed) else None
 
 
 def _with_exceptions(formulation: Formulation, placed: Problem, strict: Problem) -> tuple[Problem, str]:
@@ -108,6 +125,12 @@ class _Restriction:
         self.has_sequence = any(kind & Dim.SEQUENCE for kind in roles.dims.values())
         self.tables: dict[tuple[Any, ...], np.ndarray] = {}
 
+    @property
+    def splits_features(self) -> bool:
+        """Whether all that the tactics say of weights is that they are split along features."""
+        kinds = {rule.state.get(State.WEIGHT, Storage.OPEN) for rule in self.rules.values()}
+        return kinds <= {Storage.FEATURES, Storage.OPEN} and Storage.FEATURES in kinds
+
     def remarks(self) -> Iterator[str]:
         """What could not be split as it was asked for."""
         for axis, names in self.whole.items():
@@ -118,16 +141,24 @@ class _Restriction:
 
     # Where arrays lie, and what is split.
 
-    def placed(self) -> Problem:
-        """The problem with the layouts and splits that are asked for."""
+    def placed(self, required: Container[Work] = frozenset(Work), *, embeds: bool = False) -> Problem:
+        """The problem with the layouts and splits that are asked for.
+
+        Args:
+            required: other work may be split as asked, or stay whole.
+            embeds: products that embed the batch may stay whole, too.
+        """
+        whole = self.roles.embedding if embeds else frozenset[int]()
         program = self.formulation.program
         allowed: dict[int, list[int]] = {}
         for i, value in enumerate(program.arguments):
             options = list(range(len(self.formulation.arguments[i])))
             homes = [option.home for option in self.formulation.arguments[i]]
             options = self._as_functions_say(i, options, homes)
-            for axis, rule in self.rules.items():
-                wanted = self._wanted_dims(i, rule)
+            for axis in self.rules:
+                wanted = self._wanted_dims(i, axis)
+                if wanted is not None and self.splits_features and self._is_read_by(i, whole):
+                    wanted = wanted | {-1}
                 if wanted is None or (-1 not in wanted and not self._can_be_gathered(i, axis)):
                     continue
                 dims = _dims_over(tuple(homes), axis)
@@ -143,8 +174,22 @@ class _Restriction:
                 options = kept
             allowed[i] = options
         for group, work in zip(self.roles.groups, self.roles.work, strict=True):
-            allowed[self.formulation.group_node(group)] = self._strategies_left(group, work)
+            may_stay_whole = group.index in whole or work not in required
+            allowed[self.formulation.group_node(group)] = self._strategies_left(group, work, may_stay_whole)
         return self.formulation.problem.restrict(allowed)
+
+    def _is_read_by(self, argument: int, groups: Container[int]) -> bool:
+        """Whether some of these groups read an argument, or what is made of the state alone with it."""
+        waiting = [self.formulation.program.arguments[argument].id]
+        seen = set(waiting)
+        while waiting:
+            readers = [one.group for one in self.formulation.readers[waiting.pop()] if one.group is not None]
+            if any(reader.index in groups for reader in readers):
+                return True
+            made = {one.value.id for reader in readers for one in reader.outputs} & self.roles.of_state
+            waiting.extend(made - seen)
+            seen |= made
+        return False
 
     def _can_be_gathered(self, argument: int, axis: str) -> bool:
         """Whether an argument may be split along the axis, but read whole; it may if only updates and casts read it.
@@ -169,9 +214,10 @@ class _Restriction:
             raise ConflictError(f"{said_by} wants {value} to be {spec_of(layout)}; {_left_by(options, homes)}")
         return kept
 
-    def _wanted_dims(self, argument: int, rule: AxisRule) -> set[int] | None:
+    def _wanted_dims(self, argument: int, axis: str) -> set[int] | None:
         """The dims that the axis may split of an argument, -1 for none of them; None: any."""
-        dims = self.roles.dims_of_argument(argument)
+        rule, devices = self.rules[axis], self.formulation.mesh[axis]
+        dims, shape = self.roles.dims_of_argument(argument), self.formulation.program.arguments[argument].shape
         state = self.roles.state.get(argument)
         if state is None or state is State.CACHE:
             if rule.batch is None:
@@ -180,8 +226,9 @@ class _Restriction:
         match rule.state.get(state, Storage.OPEN):
             case Storage.WHOLE:
                 return {-1}
-            case Storage.SPLIT:
-                return set(range(len(dims)))
+            case Storage.SPLIT:  # one dim for each axis, if they are to split no dim together
+                is_too_few = 0 < sum(size % devices == 0 for size in shape) <= len(rule.apart_from)
+                return None if is_too_few else set(range(len(dims)))
             case Storage.FEATURES:
                 return {i for i, dim in enumerate(dims) if dim & Dim.FEATURE} or {-1}
             case Storage.EXPERTS:
@@ -200,7 +247,7 @@ class _Restriction:
         """The kinds, with the batch for a sequence that the step does not have."""
         return kinds | Dim.BATCH if kinds & Dim.SEQUENCE and not self.has_sequence else kinds
 
-    def _strategies_left(self, group: Group, work: Work) -> list[int]:
+    def _strategies_left(self, group: Group, work: Work, may_stay_whole: bool) -> list[int]:
         strategies = self.formulation.priced[group.index].strategies
         options = list(range(len(strategies)))
         for axis, rule in self.rules.items():
@@ -214,7 +261,7 @@ class _Restriction:
             if split.is_required and factors and not on and work in _PRODUCTS:
                 equation = group.equations[0]
                 self.whole[axis].update([f"{equation.primitive} at {equation.source or 'unknown line'}"])
-            kept = on if on and split.is_required else on + off
+            kept = on if on and split.is_required and not may_stay_whole else on + off
             options = sorted(kept) or options
             if work in (Work.PRODUCT, Work.EXPERT, Work.GRADIENT) and rule.apart_from:
                 options = [o for o in options if not _shares_dim(strategies[o], axis, rule.apart_from)] or options

@@ -68,6 +68,7 @@ class State(enum.Enum):
     CACHE = enum.auto()  # it has rows of the batch, as keys and values of a decoder
     OPTIMIZER = enum.auto()  # all else: moments, counters
     EXPERT_OPTIMIZER = enum.auto()  # what of that has the shape of an expert's weight
+    PARAMETER_OPTIMIZER = enum.auto()  # what of that has the shape of parameters, and of nothing else of these
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,6 +227,19 @@ class Roles:
         active = any(use.value.id not in self.of_state for use in group.uses)
         return is_product and active and self._reads_state(group)
 
+    @cached_property
+    def embedding(self) -> frozenset[int]:
+        """The weight products that embed the batch: nothing that they read was multiplied with a weight before."""
+        products = {group.index for group in self.groups if self._is_weight_product(group)}
+        multiplied, before = set[int](), -1
+        while len(multiplied) > before:  # once more for what a loop carries from turn to turn
+            before = len(multiplied)
+            for group in self.groups:
+                if group.index in products or any(use.value.id in multiplied for use in group.uses):
+                    multiplied.update(made.value.id for made in group.outputs)
+        late = {group.index for group in self.groups if any(use.value.id in multiplied for use in group.uses)}
+        return frozenset(products - late)
+
     # Arguments.
 
     @cached_property
@@ -306,10 +320,16 @@ class Roles:
 
         batch = set(self.batch)
         found = {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
-        experts = {program.arguments[i].shape for i, state in found.items() if state is State.EXPERT}
+        shapes: dict[State, set[tuple[int, ...]]] = {}
+        for i, state in found.items():
+            shapes.setdefault(state, set()).add(program.arguments[i].shape)
+        experts = shapes.get(State.EXPERT, set())
+        vectors = shapes.get(State.PARAMETER, set()) - shapes.get(State.WEIGHT, set()) - shapes.get(State.TABLE, set())
         for i, state in found.items():
             if state is State.OPTIMIZER and program.arguments[i].shape in experts:
                 found[i] = State.EXPERT_OPTIMIZER
+            elif state is State.OPTIMIZER and program.arguments[i].shape in vectors:
+                found[i] = State.PARAMETER_OPTIMIZER
         return found
 
     def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:

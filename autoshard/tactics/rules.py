@@ -58,7 +58,7 @@ class AxisRule:
     reshardings: Mapping[Payload, frozenset[str]] = field(default_factory=dict)
     sums: Mapping[Work, frozenset[str]] = field(default_factory=dict)
     scatters: frozenset[Work] = frozenset()  # whose products are reduce_scattered wherever they can be
-    apart_from: frozenset[str] = frozenset()  # axes with which it splits no dim of a weight product together
+    apart_from: frozenset[str] = frozenset()  # axes with which it splits no dim of a weight or its product together
 
     def refined(self, other: AxisRule) -> AxisRule:
         """This rule, with what the other says in its place."""

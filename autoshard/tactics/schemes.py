@@ -17,7 +17,7 @@ from autoshard.tactics.rules import ANYTHING, NOTHING, AxisRule, Payload, Split,
 _NONE = frozenset[str]()
 _GATHERS, _EXCHANGES = frozenset({"all_gather"}), frozenset({"all_to_all"})
 _REDUCES, _SUMS = frozenset({"all_reduce"}), frozenset({"all_reduce", "reduce_scatter"})
-_OPTIMIZER = (State.OPTIMIZER, State.EXPERT_OPTIMIZER)
+_OPTIMIZER = (State.OPTIMIZER, State.EXPERT_OPTIMIZER, State.PARAMETER_OPTIMIZER)
 _STAYING = (State.WEIGHT, State.EXPERT, State.TABLE, State.PARAMETER, *_OPTIMIZER)
 
 _DATA = AxisRule(
@@ -102,6 +102,8 @@ _COLUMNS = AxisRule(
     sums=dict.fromkeys(Work, _SUMS),
     scatters=frozenset({Work.PRODUCT, Work.EXPERT}),
 )
+# Scales and biases lie as the features that they meet, and so do their moments: a few bytes, which need no gathers.
+_ROWS = _ZERO[3].refined(AxisRule(state={State.PARAMETER_OPTIMIZER: Storage.OPEN}))
 _CUBE = AxisRule(
     state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
     splits={
@@ -335,7 +337,7 @@ class TwoDimensional(Tactic):
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
         rows, columns = axes
-        return {rows: (_DATA, _ZERO[3]), columns: (_COLUMNS, AxisRule())}
+        return {rows: (_DATA, replace(_ROWS, apart_from=frozenset({columns}))), columns: (_COLUMNS, AxisRule())}
 
 
 class TwoAndAHalf(Tactic):
@@ -356,7 +358,11 @@ class TwoAndAHalf(Tactic):
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
         rows, columns, depth = axes
-        return {rows: (_DATA, _ZERO[3]), columns: (_COLUMNS, AxisRule()), depth: (_DATA, AxisRule())}
+        return {
+            rows: (_DATA, replace(_ROWS, apart_from=frozenset({columns}))),
+            columns: (_COLUMNS, AxisRule()),
+            depth: (_DATA, AxisRule()),
+        }
 
 
 class ThreeDimensional(Tactic):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -71,7 +72,7 @@ class PriceLists:
             weights=weights,
             entering=entering_loops(groups, weights),
             stacked=stacked_beside(program),
-            kept=_kept(program, groups, widths, backend),
+            kept=_kept(program, groups, widths, backend, math.prod(mesh.values())),
             turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
             rounded=rounded_for_loops(program, widths),
             places=places_of(program) if backend.number_bytes else None,
@@ -83,11 +84,13 @@ class PriceLists:
         return cls(program, groups, backend, prices)
 
 
-def _kept(program: Program, groups: Sequence[Group], widths: Widths, backend: Backend) -> dict[int, int] | None:
+def _kept(
+    program: Program, groups: Sequence[Group], widths: Widths, backend: Backend, devices: int
+) -> dict[int, int] | None:
     """What lies in a chip's own memory -> the bytes of all that lie there with it; 0 of what lies nowhere."""
     room = backend.loop_memory
     if not room.bytes:
         return None
-    between = kept_between(program, groups) if backend.on_chip_bytes else {}
+    between = kept_between(program, groups, backend.on_chip_bytes * devices) if backend.on_chip_bytes else {}
     nowhere = dict.fromkeys(only_in_products(groups), 0)
     return scaled(between, backend.on_chip_bytes, room.bytes) | nowhere | kept_inside(program, widths, room)

@@ -145,7 +145,7 @@ def test_what_layers_hand_on_lies_in_the_chip(monkeypatch, layers, width, batch)
     shapes = [array(width, width)] * layers, array(batch, width), array(batch, width)
     predicted, compiled = seconds(training(layers), shapes)
     assert 1 / STACKS_WITHIN <= predicted / compiled <= STACKS_WITHIN
-    monkeypatch.setattr(price_lists, "kept_between", lambda program, groups: {})
+    monkeypatch.setattr(price_lists, "kept_between", lambda program, groups, room: {})
     monkeypatch.setattr(price_lists, "only_in_products", lambda groups: frozenset())
     assert foreseen(training(layers), shapes) > 1.2 * predicted
 

@@ -10,6 +10,8 @@ Source: the memory spaces in v5e programs of 4 to 8 layers, widths of 256 to 2,0
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,13 +19,20 @@ import numpy as np
 from autoshard.model.groups import Group
 from autoshard.program import Program, Value
 
+_LONGER = 16.0  # times as many points: what lies for so long makes room for what does not
+_CROWDED = 4.0  # times the room of all devices: of so much or more, what lies in the chip is too little to count
 
-def kept_between(program: Program, groups: Sequence[Group]) -> dict[int, int]:
+
+def kept_between(program: Program, groups: Sequence[Group], room: float) -> dict[int, int]:
     """What can stay in the chip outside of loops -> the most bytes of all that can at one time while it is there.
+
+    What is needed again soon is kept before what lies for long. So what a layer hands on counts alike in every layer,
+    however much the layers before it have left for their backward pass.
 
     Args:
         program: the traced step.
         groups: its groups.
+        room: bytes of all devices.
     """
     results = {value.id for value in program.results if isinstance(value, Value)}
     last: dict[int, int] = {}
@@ -40,19 +49,29 @@ def kept_between(program: Program, groups: Sequence[Group]) -> dict[int, int]:
         for value in (made.value for made in group.outputs):
             if value.trips == 1 and value.id not in outside and value.id in last:
                 lives[value.id] = group.point, max(group.point, last[value.id]), value.bytes
-    return {value: most for value, most in zip(lives, _most_at_once(list(lives.values())), strict=True) if most}
+    together = zip(lives, _most_at_once(list(lives.values())), strict=True)
+    return {value: most for value, most in together if 0 < most < _CROWDED * room}
 
 
 def _most_at_once(lives: Sequence[tuple[int, int, int]]) -> list[int]:
-    """Per life, from its first point to its last and of so many bytes, the most bytes of all lives while it lasts."""
-    if not lives:
-        return []
-    starts, ends, sizes = np.array(lives, dtype=np.int64).T
-    change = np.zeros(ends.max() + 2, dtype=np.int64)
-    np.add.at(change, starts, sizes)
-    np.add.at(change, ends + 1, -sizes)
-    held = change.cumsum()
-    return [int(held[start : end + 1].max()) for start, end in zip(starts, ends, strict=True)]
+    """Per life, from its first point to its last and of so many bytes, the most bytes while it lasts.
+
+    Lives that are much longer than it do not count.
+    """
+    most, held = [0] * len(lives), np.zeros(max((end for _, end, _ in lives), default=0) + 1, dtype=np.int64)
+
+    def lasting(one: int) -> int:
+        start, end, _ = lives[one]
+        return round(math.log(end - start + 1, _LONGER))
+
+    for _, alike in itertools.groupby(sorted(range(len(lives)), key=lasting), key=lasting):
+        ones = list(alike)
+        for start, end, size in (lives[one] for one in ones):
+            held[start : end + 1] += size
+        for one in ones:
+            start, end, _ = lives[one]
+            most[one] = int(held[start : end + 1].max())
+    return most
 
 
 def only_in_products(groups: Sequence[Group]) -> frozenset[int]:
