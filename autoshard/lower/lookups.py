@@ -1,4 +1,4 @@
-"""A gather and one device's shards of its operands in, what the device adds to the rows that are looked up out.
+"""A lookup and one device's shards of its operands in, what the device adds to the rows that are looked up out.
 
 Each device looks up all indices in its own shard. Of a row that lies elsewhere it makes zeros. This file knows JAX
 alone: exported code has it, too.
@@ -17,14 +17,16 @@ import jax.numpy as jnp
 def local_lookup(
     eqn: Any, shards: Sequence[jax.Array], axes: Sequence[Sequence[str]], sizes: Sequence[int]
 ) -> jax.Array:
-    """The device's part of the rows: the sum of all parts is what the gather makes.
+    """The device's part of the rows: the sum of all parts is what the lookup makes.
 
     Args:
-        eqn: the gather as it is written.
+        eqn: the gather or `dynamic_slice` as it is written.
         shards: the device's shards of the array and of the indices.
         axes: mesh axes that split the dims of the array from which one position per index is taken; () for other dims.
         sizes: of the slices, on one device.
     """
+    if eqn.primitive.name == "dynamic_slice":
+        return _local_slice(shards, axes, sizes)
     array, starts = shards
     numbers, mode = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
     indexed, fills = numbers.start_index_map, mode == jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -49,6 +51,21 @@ def local_lookup(
     }
     rows = eqn.primitive.bind(array, starts - first, **eqn.primitive.get_bind_params({**eqn.params, **params}))
     return jnp.where(jnp.expand_dims(is_here, numbers.offset_dims), rows, jnp.zeros((), rows.dtype))
+
+
+def _local_slice(shards: Sequence[jax.Array], axes: Sequence[Sequence[str]], sizes: Sequence[int]) -> jax.Array:
+    """The same of a `dynamic_slice`, which clips where it starts; its indices are one number per dim."""
+    array, *starts = shards
+    is_here: Any = True
+    for dim, (names, size) in enumerate(zip(axes, sizes, strict=True)):
+        extent = array.shape[dim]
+        last = extent * math.prod(map(jax.lax.axis_size, names)) - size
+        (starts[dim],) = signed_positions(jnp.ravel(starts[dim]), [last], jax.lax.GatherScatterMode.CLIP)
+        if names:
+            starts[dim] -= extent * jax.lax.axis_index(tuple(names)).astype(starts[dim].dtype)
+            is_here = is_here & (starts[dim] >= 0) & (starts[dim] < extent)
+    rows = jax.lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+    return jnp.where(is_here, rows, jnp.zeros((), rows.dtype))
 
 
 def signed_positions(indices: jax.Array, last: Sequence[int], mode: jax.lax.GatherScatterMode) -> jax.Array:

@@ -12,7 +12,8 @@ Most equations are left to XLA's partitioner. These kinds are not, and run insid
   collectives are not the ones that were planned.
 - What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
   Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
-- Lookups of a single row along a split dim, which XLA for GPU makes a `dynamic_slice` of whatever is gathered for it.
+- Lookups of a single row along a split dim. XLA gathers the dim for a `dynamic_slice`, which XLA for GPU also makes of
+  such a gather.
 - Ragged products. Of rows that are split, each device counts those that it has of each group.
 - Foreign functions for which the user has registered a rule that lets them be split.
 
@@ -38,7 +39,13 @@ from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, local_shape, shards, spec_of, spec_text
 from autoshard.lower.halos import with_halos, without_halos
 from autoshard.lower.lookups import local_lookup
-from autoshard.model.equations import folds_by_hand, is_grouped_convolution, is_lookup, sums_locally
+from autoshard.model.equations import (
+    folds_by_hand,
+    is_grouped_convolution,
+    is_lookup,
+    is_single_lookup,
+    sums_locally,
+)
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.reduce_scatter import reduce_scatter
@@ -83,7 +90,7 @@ class Split:
 
     @property
     def looked_up(self) -> list[tuple[str, ...]]:
-        """Of a gather, the axes that split each dim of the array from which it takes one position per index."""
+        """Of a lookup, the axes that split each dim of the array from which it takes one position per index."""
         return [
             tuple(axis for factor in dim if factor in self.rule.reduction for axis in self.axes.get(factor, ()))
             for dim in self.rule.operands[0]
@@ -108,7 +115,7 @@ class Split:
 def may_run_on_shards(equation: Equation) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, if it is split in some way."""
     unsafe = is_grouped_convolution(equation) or folds_by_hand(equation) or facts_of(equation.primitive).runs_on_shards
-    return unsafe or _is_single_lookup(equation) or bool(rule_of(equation).reaches)
+    return unsafe or is_single_lookup(equation) or bool(rule_of(equation).reaches)
 
 
 def runs_on_shards(equation: Equation, split: Split) -> bool:
@@ -117,12 +124,8 @@ def runs_on_shards(equation: Equation, split: Split) -> bool:
         return any(split.axes.values())
     if any(split.axes.get(factor) for factor in split.rule.exchanged):
         return True
-    by_hand = folds_by_hand(equation) or _is_single_lookup(equation)
+    by_hand = folds_by_hand(equation) or is_single_lookup(equation)
     return is_grouped_convolution(equation) or (by_hand and bool(split.reduced))
-
-
-def _is_single_lookup(equation: Equation) -> bool:
-    return is_lookup(equation) and math.prod(equation.inputs[1].shape[:-1]) == 1
 
 
 def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:

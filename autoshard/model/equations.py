@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from autoshard.program import Equation, Value, dtype_name
@@ -28,8 +31,24 @@ def sums_locally(equation: Equation) -> bool:
 
 
 def is_lookup(equation: Equation) -> bool:
-    """Whether it gathers numbers: what is looked up in a split dim is a sum over devices."""
-    return equation.primitive == "gather" and np.issubdtype(equation.inputs[0].dtype, np.number)
+    """Whether it reads numbers at positions: what is looked up in a split dim is a sum over devices."""
+    return equation.primitive in ("dynamic_slice", "gather") and is_number(equation.inputs[0].dtype)
+
+
+def is_number(dtype: Any) -> bool:
+    """Whether arrays of it can be added up.
+
+    >>> [is_number(jax.numpy.dtype(name)) for name in ("float32", "bfloat16", "int4", "bool")]
+    [True, True, True, False]
+    """
+    return bool(jax.dtypes.issubdtype(dtype, np.number))
+
+
+def is_single_lookup(equation: Equation) -> bool:
+    """Whether it reads at one position."""
+    if not is_lookup(equation):
+        return False
+    return equation.primitive == "dynamic_slice" or math.prod(equation.inputs[1].shape[:-1]) == 1
 
 
 def is_grouped_convolution(equation: Equation) -> bool:

@@ -88,13 +88,26 @@ def _rows_of(split: CallSplit, whole: Any, index: Any) -> jax.Array:
 def _scattered(split: CallSplit, whole: Any, rhs: Any) -> jax.Array:
     """Rows of a product that is summed over the ring: each device adds its part to what travels by."""
     count = split.count(RING)
-    total = None
+    total: Any = None
     for step in range(count):
         index = (split.index(RING) - step - 1) % count  # whose rows travel by
-        part = _rows_of(split, whole, index) @ rhs
-        total = part if total is None else part + lax.ppermute(total, split.axes(RING), _pairs(split, 1))
-    assert total is not None, "a ring has devices"
-    return total
+        part = jnp.matmul(_rows_of(split, whole, index), rhs, preferred_element_type=_of_sums(whole))
+        if total is not None:
+            part += lax.ppermute(total, split.axes(RING), _pairs(split, 1)).astype(part.dtype)
+        total = part.astype(whole.dtype)
+    made: jax.Array = total
+    return made
+
+
+def _of_sums(x: Any) -> Any:
+    """The type in which a device adds up pieces: float32 where the operands have fewer bits."""
+    return jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x.dtype
+
+
+def _summed(total: Any, lhs: Any, cotangent: Any) -> jax.Array:
+    """The gradient of a matrix so far, and that of one more piece."""
+    made: jax.Array = total + jnp.einsum("bmk,bmn->kn", lhs, cotangent, preferred_element_type=total.dtype)
+    return made
 
 
 def _is_ring(split: CallSplit) -> bool:
@@ -111,10 +124,10 @@ def _gathering(split: CallSplit, lhs: Any, rhs: Any) -> jax.Array:
 
 @_gathering.backward
 def _gathering_backward(split: CallSplit, lhs: Any, rhs: Any, made: Any, cotangent: Any) -> tuple[jax.Array, ...]:
-    of_rhs = jnp.zeros_like(rhs)
+    of_rhs = jnp.zeros_like(rhs, _of_sums(rhs))
     for index, piece in _pieces(split, lhs):
-        of_rhs = of_rhs + jnp.einsum("bmk,bmn->kn", piece, _rows_of(split, cotangent, index))
-    return _scattered(split, cotangent, rhs.T), of_rhs
+        of_rhs = _summed(of_rhs, piece, _rows_of(split, cotangent, index))
+    return _scattered(split, cotangent, rhs.T), of_rhs.astype(rhs.dtype)
 
 
 @_matmul.implementation(splits={RING: "k p"}, name="scattering", where=_is_ring)
@@ -124,11 +137,11 @@ def _scattering(split: CallSplit, lhs: Any, rhs: Any) -> jax.Array:
 
 @_scattering.backward
 def _scattering_backward(split: CallSplit, lhs: Any, rhs: Any, made: Any, cotangent: Any) -> tuple[jax.Array, ...]:
-    of_lhs, of_rhs = jnp.zeros_like(lhs), jnp.zeros_like(rhs)
+    of_lhs, of_rhs = jnp.zeros_like(lhs), jnp.zeros_like(rhs, _of_sums(rhs))
     for index, piece in _pieces(split, cotangent):
         of_lhs = _put(of_lhs, piece @ rhs.T, index)
-        of_rhs = of_rhs + jnp.einsum("bmk,bmn->kn", _rows_of(split, lhs, index), piece)
-    return of_lhs, of_rhs
+        of_rhs = _summed(of_rhs, _rows_of(split, lhs, index), piece)
+    return of_lhs, of_rhs.astype(rhs.dtype)
 
 
 @_matmul.implementation(splits={"rows": "m p"}, name="rows", where=lambda split: split.count("rows") > 1)

@@ -25,6 +25,7 @@ from autoshard.jaxprs import (
     scan_counts,
     written_at,
 )
+from autoshard.padding.checkpoints import checkpointed
 from autoshard.padding.operations import RefusedError, padded_operation
 
 
@@ -101,10 +102,7 @@ class PaddedProgram:
         def body(*inner: Any) -> list[Any]:
             return self.body(small, large, inner)
 
-        if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-            return body(*jax.lax.optimization_barrier(operands))
-        made: list[Any] = jax.checkpoint(body, prevent_cse=False, policy=eqn.params["policy"])(*operands)
-        return made
+        return checkpointed(eqn, body, operands)
 
     # Loops and branches.
 

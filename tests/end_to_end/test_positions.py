@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cases import Case, normal
 from executed import mismatches, operations_of
-from jax import ShapeDtypeStruct
+from jax import ShapeDtypeStruct, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
@@ -45,7 +45,24 @@ def written(mode: str):
     return Case(mode, "", put, (TABLE, OUTSIDE[mode], ROWS))
 
 
+def sliced(dtype: str):
+    """One row, a number of each row, a single number, and a row of fewer columns."""
+
+    def get(x, i):
+        zero = jnp.zeros((), i.dtype)
+        return (
+            lax.dynamic_slice(x, (i[0], zero, zero), (1, 4, 4)),
+            lax.dynamic_slice(x, (zero, i[1], zero), (8, 1, 4)),
+            lax.dynamic_slice(x, (i[2], i[0], i[1]), (1, 1, 1)),
+            lax.dynamic_slice(x, (i[2], i[0], zero), (1, 2, 4)),
+        )
+
+    table = jnp.round(8 * jnp.asarray(TABLE)).astype(dtype)
+    return Case(dtype, "", get, (table, np.array([127, 8, 5], np.uint8) if dtype == "int8" else OUTSIDE["fill"]))
+
+
 CASES = [make(mode) for make in (looked_up, written) for mode in ("clip", "fill")]
+CASES += [sliced("bfloat16"), sliced("int8")]
 
 
 def wrong(case: Case, mesh: dict[str, int]) -> list:
@@ -57,12 +74,13 @@ def wrong(case: Case, mesh: dict[str, int]) -> list:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.fn.__name__}, {case.name}")
 def test_every_strategy_is_right(case):
-    assert not wrong(case, {"x": 4, "y": 2} if case.name == "clip" else {"x": 8})
+    assert not wrong(case, {"x": 4, "y": 2} if case.name in ("clip", "bfloat16") else {"x": 8})
 
 
-def test_a_lookup_in_the_wrong_shard_is_caught(monkeypatch):
-    monkeypatch.setattr(lookups.jax.lax, "axis_index", lambda axes: 0)
-    assert wrong(looked_up("clip"), {"x": 8})
+@pytest.mark.parametrize("case", [looked_up("clip"), sliced("int8")], ids=lambda case: case.name)
+def test_a_lookup_in_the_wrong_shard_is_caught(case, monkeypatch):
+    monkeypatch.setattr(lookups.jax.lax, "axis_index", lambda axes: jnp.int32(0))
+    assert wrong(case, {"x": 8})
 
 
 def test_an_idle_update_that_counts_is_caught(monkeypatch):
@@ -75,6 +93,8 @@ STEPS = {
     "one row is added to": lambda x, i, row: x.at[i[:1]].add(row),
     "one number is written": lambda x, i, row: x.at[i[0], i[1]].set(row[0]),
     "one row is looked up": lambda x, i, row: x[i[:1]] * row,
+    "one row is sliced": lambda x, i, row: lax.dynamic_index_in_dim(x, i[0]) * row,
+    "one row of bfloat16 is looked up": lambda x, i, row: x[i[:1]] * row,
     "two rows are looked up": lambda x, i, row: x[i] * row,
 }
 
@@ -87,7 +107,7 @@ def test_nothing_is_gathered(machine, name):
         pytest.importorskip("libtpu" if machine.startswith("v5e") else "jax_plugins.xla_cuda13")
     mesh = mesh_of({"x": 8}) if machine is None else AbstractMesh((8,), ("x",))
     arrays = (
-        ShapeDtypeStruct((64, 4096), jnp.float32),
+        ShapeDtypeStruct((64, 4096), jnp.bfloat16 if "bfloat16" in name else jnp.float32),
         ShapeDtypeStruct((2,), jnp.int32),
         ShapeDtypeStruct((4096,), jnp.float32),
     )

@@ -6,6 +6,7 @@ import importlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import normal
 from equality import are_equal, assert_equal
@@ -21,18 +22,18 @@ from autoshard.propagation.registry import rule_of
 X, W, WEIGHTS = normal(2, 16, 24), normal(24, 32, seed=1), normal(2, 16, 32, seed=2)
 
 
-def with_gradients(function):
+def with_gradients(function, weights=WEIGHTS):
     def computed(x, w):
         made, pull = jax.vjp(function, x, w)
-        return made, *pull(WEIGHTS)
+        return made, *pull(weights)
 
     return computed
 
 
-def computed(shape):
+def computed(shape, x=X, w=W, weights=WEIGHTS):
     """Implementation -> value and gradients, on a ring of all devices."""
     mesh = mesh_of(shape)
-    program = autoshard(with_gradients(matmul), mesh=mesh).trace(X, W)
+    program = autoshard(with_gradients(matmul, weights), mesh=mesh).trace(x, w)
     forward, backward = (Call.of(one, rule_of(one)) for one in program.equations if one.primitive == "operation")
     whole = tuple(shape)
     runs = {run.name: run for run in forward.runs(shape) if run.name and set(dict(run.roles).values()) == {whole}}
@@ -40,9 +41,9 @@ def computed(shape):
     @jax.jit
     def found(x, w):
         made = {name: forward.on_mesh(run, mesh)(x, w)[0] for name, run in runs.items()}
-        return {name: (one, *backward.on_mesh(runs[name], mesh)(x, w, one, WEIGHTS)) for name, one in made.items()}
+        return {name: (one, *backward.on_mesh(runs[name], mesh)(x, w, one, weights)) for name, one in made.items()}
 
-    return found(X, W)
+    return found(x, w)
 
 
 @pytest.mark.parametrize("shape", [{"x": 8}, {"x": 2, "y": 2}])
@@ -51,6 +52,33 @@ def test_implementations_compute_the_same_numbers(shape):
     assert set(found) == {"gathering", "scattering", "rows"}
     for one in found.values():
         assert_equal(one, with_gradients(jnp.matmul)(X, W))
+
+
+def errors_in_bfloat16():
+    """Implementation -> the largest error of value and gradients in bfloat16, over that of plain JAX."""
+    arrays = [x.astype(jnp.bfloat16) for x in (normal(1, 64, 16), normal(16, 32, seed=1), normal(1, 64, 32, seed=2))]
+    wide = [x.astype(jnp.float32) for x in arrays]
+    truth = with_gradients(jnp.matmul, wide[2])(*wide[:2])
+
+    def errors(made):
+        return np.array([float(jnp.abs(one - other).max()) for one, other in zip(made, truth, strict=True)])
+
+    plain = errors(jax.jit(with_gradients(jnp.matmul, arrays[2]))(*arrays[:2]))
+    return {name: errors(one) / plain for name, one in computed({"x": 8}, *arrays).items()}
+
+
+def test_in_bfloat16_rings_are_nearly_as_exact_as_plain_products():
+    """Gradients of the matrix are summed on the device; what travels is rounded at each of the eight."""
+    for name, (value, of_rows, of_matrix) in errors_in_bfloat16().items():
+        assert of_matrix <= 1.01 or name == "rows", name
+        assert max(value, of_rows) <= 3, name
+
+
+def test_sums_in_few_bits_are_found(monkeypatch):
+    module = importlib.import_module("autoshard.ops.matmul")
+    monkeypatch.setattr(module, "_of_sums", lambda x: x.dtype)
+    found = errors_in_bfloat16()
+    assert max(found[name][2] for name in ("gathering", "scattering")) > 1.01
 
 
 def test_a_ring_that_turns_the_wrong_way_is_found(monkeypatch):

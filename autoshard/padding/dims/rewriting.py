@@ -25,6 +25,7 @@ from autoshard.jaxprs import (
     scan_counts,
     written_at,
 )
+from autoshard.padding.checkpoints import checkpointed
 from autoshard.padding.dims.classes import DimClasses, Node, PaddedClass, variables_of
 from autoshard.padding.dims.padded_equations import padded_equation
 from autoshard.padding.dims.resizing import resized
@@ -186,10 +187,7 @@ class UnevenStep:
             made = self.body(called, [self.unsettled(*pair) for pair in zip(variables, arrays, strict=True)])
             return [self.settled(*pair) for pair in zip(results, made, strict=True)]
 
-        if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-            made = body(*jax.lax.optimization_barrier(arrays))
-        else:
-            made = jax.checkpoint(body, prevent_cse=False, policy=eqn.params["policy"])(*arrays)
+        made = checkpointed(eqn, body, arrays)
         return [self.unsettled(*pair) for pair in zip(results, made, strict=True)]
 
     def scan(self, eqn: JaxprEqn, entries: list[TwoForms]) -> list[TwoForms]:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import jax
+import numpy as np
+
 from autoshard.program import Equation
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape
@@ -18,12 +21,14 @@ from autoshard.propagation.rules.elementwise import shapes_of
 
 @rule("dynamic_slice")
 def dynamic_slice(equation: Equation) -> Rule:
-    """`i j,  -> i k`: dims taken whole pass, cut dims stay whole."""
+    """`i j,  -> i k`: dims taken whole pass, cut dims stay whole. One row is a lookup: `i j,  -> 1 j`, reduction i."""
     operands, results = shapes_of(equation)
     builder = RuleBuilder(operands, results)
     for dim, (size, taken) in enumerate(zip(operands[0], results[0], strict=True)):
         if size == taken:
             builder.factor(size, [(0, dim)], [(0, dim)])
+        elif taken == 1 and bool(jax.dtypes.issubdtype(equation.inputs[0].dtype, np.number)):
+            builder.factor(size, [(0, dim)], [], "reduction")
         else:
             builder.factor(size, [(0, dim)], [], "need_replication")
             builder.factor(taken, [], [(0, dim)], "need_replication")
