@@ -118,8 +118,6 @@ def options_of(
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
     given_mesh, mesh = mesh, with_auto_axes(mesh)
     given_topology = topology
-    machine = topology if isinstance(topology, str) else None
-    backend = backend_of(mesh, machine)
     if isinstance(topology, str):
         topology = preset(topology, dict(mesh.shape))
     elif topology is None:
@@ -127,6 +125,7 @@ def options_of(
     elif not isinstance(topology, Topology):
         raise ArgumentError(f"topology must be a Topology or the name of a preset; it is {topology!r}")
     topology.check(mesh.shape)
+    backend = backend_of(mesh, topology.machine)
     if fixed is not None and not isinstance(fixed, Mapping):
         raise ArgumentError(f"fixed must be a dict from path or glob to PartitionSpec; it is {fixed!r}")
     for pattern, spec in (fixed or {}).items():
@@ -140,7 +139,7 @@ def options_of(
         raise ArgumentError(f"refine={refine!r}; how many plans to compile is needed, 1 or more")
     if not isinstance(ignore_constraints, bool):
         raise ArgumentError(f"ignore_constraints={ignore_constraints!r}; True or False is needed")
-    compiled_for = _devices(mesh, machine) if refine > 1 else None
+    compiled_for = _devices(mesh, topology.machine) if refine > 1 else None
     limit = topology.memory_bytes if memory is None else bytes_of(memory)
     tactics = _tactics(tactics)
     keeps = all(isinstance(one, Tactic) for one in tactics)  # a function may say anything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ def topology(
     have, wanted = math.prod(machine.axes.values()), math.prod(axes.values())
     if have != wanted:
         raise MeshError(f"{name} has {have} devices, the axes {axes} have {wanted}")
-    made = Topology.of_chip(CHIPS[machine.chip], parts_of_machine(machine, axes))
+    made = replace(Topology.of_chip(CHIPS[machine.chip], parts_of_machine(machine, axes)), machine=name)
     speeds, memories = _positions("speeds", speeds), _positions("memories", memories)
     for axis in dict.fromkeys([*speeds, *memories]):
         made = made.with_positions(axis, speeds=speeds.get(axis, ()), memories=memories.get(axis, ()))

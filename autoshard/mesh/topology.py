@@ -48,6 +48,7 @@ class Topology:
     cache: Cache | None = None  # what the first bytes of an operation go through instead of memory
     uneven: tuple[Unevenness, ...] = ()  # how devices differ; the figures above are those of the slowest and smallest
     host_bandwidth: float | None = None  # bytes/s of one device to its host's memory, and as much back; None: unknown
+    machine: str | None = None  # the name that it was made from, whose compiler counts on a mesh without devices
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "links", dict(self.links))

@@ -74,9 +74,7 @@ class Planner:
         """The plan, which can be asked again."""
         given = self.options.given_topology
         chip = self.options.backend.chip
-        machine = (
-            given if isinstance(given, str) else f"a topology of your own, with {chip}'s compiler" if given else chip
-        )
+        machine = given if isinstance(given, str) else chip if given is None else _described(given, chip)
         inside = activations_of(self.program, plan.annotations, dict(plan.mesh.shape))
         return replace(plan, planner=self, machine=machine, activations=inside)
 
@@ -259,6 +257,13 @@ class Planner:
                 best = found
         assert fits(formulation.accepted_peak(best.choice), limit), "`cheapest` stays within the limit"
         return with_bound(best, bound)
+
+
+def _described(topology: Topology, chip: str) -> str:
+    """A topology that the user made, in words."""
+    if topology.machine is None:
+        return f"a topology of your own, with {chip}'s compiler"
+    return f"a topology made from {topology.machine}"
 
 
 def _topology_for(mesh: Mesh | AbstractMesh | None, options: Options) -> Topology | str | None:

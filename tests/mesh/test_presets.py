@@ -1,11 +1,18 @@
 """Machines by name: their links, and what is refused. The numbers themselves stand in the table with their sources."""
 
+import dataclasses
+import tempfile
+
 import pytest
+from jax.sharding import AbstractMesh
 
 from autoshard.errors import MeshError
 from autoshard.mesh.chips import CHIPS
+from autoshard.mesh.links import Link
 from autoshard.mesh.machines import Machine, parse_machine
 from autoshard.mesh.presets import topology
+from autoshard.mesh.topology import Topology
+from autoshard.options import options_of
 
 MACHINES = [  # name, what it says
     ("v5e:4x4", Machine("v5e", 1, (4, 4))),
@@ -114,3 +121,31 @@ def test_the_numbers_of_two_known_machines():
     v5e, h100 = topology("v5e:16x16"), topology("h100:8")
     assert (v5e.flops["bfloat16"], v5e.memory_bandwidth, v5e.memory_bytes) == (1.97e14, 8.19e11, 16 * 2**30)
     assert (h100.flops["bfloat16"], h100.memory_bandwidth, h100.memory_bytes) == (9.895e14, 3.35e12, 80e9)
+
+
+def changed(machine):
+    return dataclasses.replace(machine, host_bandwidth=1e9)
+
+
+def saved(machine):
+    with tempfile.TemporaryDirectory() as folder:
+        machine.save(f"{folder}/machine.json")
+        return Topology.load(f"{folder}/machine.json")
+
+
+def uneven(machine):
+    return machine.with_positions("x", memories=(1, *[0.5] * 7))
+
+
+@pytest.mark.parametrize(
+    "made", [lambda machine: machine, changed, saved, uneven], ids=["same", "changed", "saved", "uneven"]
+)
+@pytest.mark.parametrize("name", ["h100:1x8", "v5p:2x2x2", "cpu:8", "2x v5e:2x2"])
+def test_a_topology_knows_whose_compiler_counts(name, made):
+    mesh, topology_of_name = AbstractMesh((8,), ("x",)), topology(name, {"x": 8})
+    assert options_of(mesh, topology=made(topology_of_name)).backend == options_of(mesh, topology=name).backend
+
+
+def test_a_topology_without_a_machine_is_planned_for_v5e():
+    machine = Topology({"x": Link(1e-6, 45e9)}, 16e9, 8.1e11, {"float32": 4.9e13})
+    assert options_of(AbstractMesh((8,), ("x",)), topology=machine).backend.chip == "v5e"
