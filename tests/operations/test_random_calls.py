@@ -1,7 +1,7 @@
 """Random calls of operations, forward and backward, each run by its implementations, against plain JAX on one device.
 
-Sizes are odd as often as even; operands are float32 or bfloat16. Partial sums of bfloat16 are rounded on each device, so they
-are held against the numbers that float32 has: no further off than plain JAX in bfloat16, but for some roundings.
+Sizes are odd as often as even; operands are float32 or bfloat16. Partial sums of bfloat16 are rounded on each device:
+they are held against the numbers that float32 has: no further off than plain JAX in bfloat16, but for some roundings.
 """
 
 import functools
