@@ -66,6 +66,9 @@ class ArgumentHomes:
                     read = [copy for copy in copies if gathers_to(home, copy) or copy in reached]
                     found += [ArgumentOption(home, copy) for copy in read if copy != home]
                     if all(home in want for want in others):
+                        # ... and of one axis ahead of a cast, so that its result is gathered along the others, later
+                        nearest = (without_axes(home, [axis]) for axis in itertools.chain(*home))
+                        read += dict.fromkeys(copy for copy in nearest if gathers_to(home, copy) and copy not in read)
                         found += [ArgumentOption(home, copy, True) for copy in read if copy != home and copy in smaller]
             return tuple(found)
 
