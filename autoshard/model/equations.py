@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import numpy as np
 
-from autoshard.program import Equation, Value, dtype_name
+from autoshard.program import Equation, Value, dtype_name, is_number
 
 
 def is_matrix_product(equation: Equation) -> bool:
@@ -33,15 +31,6 @@ def sums_locally(equation: Equation) -> bool:
 def is_lookup(equation: Equation) -> bool:
     """Whether it reads numbers at positions: what is looked up in a split dim is a sum over devices."""
     return equation.primitive in ("dynamic_slice", "gather") and is_number(equation.inputs[0].dtype)
-
-
-def is_number(dtype: Any) -> bool:
-    """Whether arrays of it can be added up.
-
-    >>> [is_number(jax.numpy.dtype(name)) for name in ("float32", "bfloat16", "int4", "bool")]
-    [True, True, True, False]
-    """
-    return bool(jax.dtypes.issubdtype(dtype, np.number))
 
 
 def is_single_lookup(equation: Equation) -> bool:

@@ -8,8 +8,10 @@ are. Several axes are two stages, the minor ones first: those are the faster lin
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autoshard.layout import MeshShape, shards
 from autoshard.operations.reduce_scatter import reduce_scatter
@@ -18,6 +20,11 @@ IndexGroups = tuple[tuple[int, ...], ...]  # places along one mesh axis, [group,
 Stages = tuple[tuple[tuple[str, ...], IndexGroups | None], ...]  # reduce_scatters, minor axes first: axes and groups
 
 _FEW_DEVICES = 4  # of a program: all compilers have one reduce_scatter over so many
+
+
+def wide(x: jax.Array) -> Any:
+    """The type in which a device adds up floating-point numbers: float32 or, of float64, that."""
+    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32  # float8 has no promotion
 
 
 def scattered_sum(x: jax.Array, axes: tuple[str, ...], dim: int, mesh: MeshShape) -> jax.Array:

@@ -22,6 +22,7 @@ from jax import lax
 from autoshard.errors import ArgumentError
 from autoshard.operations.operation import operation
 from autoshard.operations.split import CallSplit
+from autoshard.operations.sums import wide
 
 RING = "ring"
 
@@ -100,8 +101,8 @@ def _scattered(split: CallSplit, whole: Any, rhs: Any) -> jax.Array:
 
 
 def _of_sums(x: Any) -> Any:
-    """The type in which a device adds up pieces: float32 where the operands have fewer bits."""
-    return jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x.dtype
+    """The type in which a device adds up pieces."""
+    return wide(x) if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 
 def _summed(total: Any, lhs: Any, cotangent: Any) -> jax.Array:

@@ -51,6 +51,15 @@ if TYPE_CHECKING:
 dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
 
 
+def is_number(dtype: Any) -> bool:
+    """Whether arrays of it can be added up.
+
+    >>> [is_number(jax.numpy.dtype(name)) for name in ("float32", "bfloat16", "int4", "bool")]
+    [True, True, True, False]
+    """
+    return bool(jax.dtypes.issubdtype(dtype, np.number))
+
+
 @dataclass(frozen=True)
 class Value:
     """One array of the traced step."""

@@ -49,7 +49,7 @@ CASES = [("cpu", "small"), ("h100", "small"), *itertools.product(("v5e", "v5p"),
 
 
 @pytest.mark.parametrize("chip, size", CASES)
-def test_twice_the_layers_are_no_more_kinds(chip, size):
+def test_twice_the_layers_are_few_more_kinds(chip, size):
     assert kinds(chip, 2 * DEEP, size) <= 1.7 * kinds(chip, DEEP, size)
 
 

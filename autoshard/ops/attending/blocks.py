@@ -24,14 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autoshard.operations.sums import wide
+
 MASKED = -0.7 * float(np.finfo(np.float32).max)  # as in jax.nn: a row that sees no key is the mean of all values
 BLOCK_ELEMENTS = 2**26  # logits of one block on one device, all heads: 256 MiB in float32
 MOST_ROWS = 4096  # of a block
-
-
-def wide(x: jax.Array) -> Any:
-    """The type in which logits, sums and gradients are computed: float32 or, of float64, that."""
-    return jnp.float64 if x.dtype == jnp.float64 else jnp.float32  # float8 has no promotion
 
 
 class Softmax(NamedTuple):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard.operations.sums import wide
 from autoshard.ops.attending.blocks import (
     Blocks,
     Gradients,
@@ -18,7 +19,6 @@ from autoshard.ops.attending.blocks import (
     Visibility,
     swept,
     swept_back,
-    wide,
 )
 
 

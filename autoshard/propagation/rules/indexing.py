@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import jax
-import numpy as np
-
-from autoshard.program import Equation
+from autoshard.program import Equation, is_number
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape
 from autoshard.propagation.rules.elementwise import shapes_of
@@ -27,7 +24,7 @@ def dynamic_slice(equation: Equation) -> Rule:
     for dim, (size, taken) in enumerate(zip(operands[0], results[0], strict=True)):
         if size == taken:
             builder.factor(size, [(0, dim)], [(0, dim)])
-        elif taken == 1 and bool(jax.dtypes.issubdtype(equation.inputs[0].dtype, np.number)):
+        elif taken == 1 and is_number(equation.inputs[0].dtype):
             builder.factor(size, [(0, dim)], [], "reduction")
         else:
             builder.factor(size, [(0, dim)], [], "need_replication")
