@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.errors import MicrobatchError, StageError
+from autoshard.errors import ConflictError, MicrobatchError, StageError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.pricing.late import FormulatingLate
@@ -142,7 +142,7 @@ class _UnitPlanner:
             return False
         try:
             costs = unit_costs(self.cut(microbatches), shape, self.request.backend, self.request.until)
-        except (MicrobatchError, StageError, FormulatingLate):  # others can be planned, or are
+        except (ConflictError, MicrobatchError, StageError, FormulatingLate):  # others can be planned, or are
             return False
         if costs is not None:
             found[microbatches] = costs
@@ -158,7 +158,7 @@ class _UnitPlanner:
             found = with_loops(
                 self.cut(microbatches), shape, self.request.backend, known[microbatches], self.request.until
             )
-        except FormulatingLate:
+        except (ConflictError, FormulatingLate):
             return is_new
         is_new |= found.loop_bytes > 0
         known[microbatches] = found

@@ -315,7 +315,8 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
         levels = None if options.remat is None else RecomputationLevels.of(traced.step, options.topology)
-        steps = CuttableSteps(traced.step, program, traced.mesh, own, levels)
+        how: dict[str, Any] = {"tactics": options.tactics, "search": options.search}
+        steps = CuttableSteps(traced.step, program, traced.mesh, own, levels, **how)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
         more: dict[str, Any] = {} if levels is None else {"levels": levels.seconds, "enough": enough}
         chosen = choose_pipeline(steps, machine, until=until, **more)

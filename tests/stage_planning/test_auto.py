@@ -218,7 +218,7 @@ def test_stages_are_priced_with_the_links_inside_them():
     axes = {"data": 16}
     costs = topology("h100:2x8", axes)
     options = options_of(AbstractMesh((16,), ("data",)), topology=costs)
-    planner = StagePlanner(None, options, {}, frozenset())
+    planner = StagePlanner(None, None, options, {}, frozenset())
     inside = planner.options_on(AbstractMesh((8,), ("data",)), 8).topology
     assert inside.links["data"] == costs.links["data"].parts[1][1]
     assert planner.options_on(AbstractMesh((16,), ("data",))).topology == costs
