@@ -270,11 +270,11 @@ def formulated(
         open_axes=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
         backend=_backend(options),
     )
-    if is_too_large(program, mesh_shape) and not options.tactics:
+    if options.tactics:
+        return options.restricts(make(), options.tactics, mesh_shape)
+    if is_too_large(program, mesh_shape):
         return in_parts(mesh_shape, make, options.time_limit, options.search, until)
-    return (
-        options.restricts(make(), options.tactics, mesh_shape) if options.tactics else in_time(mesh_shape, make, until)
-    )
+    return in_time(mesh_shape, make, until)
 
 
 def _backend(options: Options) -> Backend:

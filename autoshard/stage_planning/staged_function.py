@@ -35,7 +35,7 @@ from autoshard.stage_planning.recomputing.asked_stages import StageFigures, Stag
 from autoshard.stage_planning.recomputing.levels import RecomputationLevels
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
-from autoshard.stages.plan_source import PlanSource
+from autoshard.stages.reading.plan_source import PlanSource
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime

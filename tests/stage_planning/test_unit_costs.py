@@ -60,12 +60,12 @@ def test_what_a_search_has_not_improved_is_sought_longer(monkeypatch):
     """The first choice that fits may be many times the best."""
     works = []
 
-    def solved(problem, *, gap, budget):
+    def solved(problem, *, gap, budget, search):
         works.append(budget.work)
         return Solution((0,), 50.0 if budget.work < 5 else 1.1, 1.0, "feasible")
 
     monkeypatch.setattr(costs, "solve_for_plan", solved)
-    assert costs._solved(None, 0.03, 2.0, math.inf).cost == 1.1 and works == [2.0, 8.0]
+    assert costs._solved(None, costs._Effort(0.03, 2.0, math.inf, None)).cost == 1.1 and works == [2.0, 8.0]
     assert costs._solved(None, 0.03, 6.0, math.inf).cost == 1.1 and works == [2.0, 8.0, 6.0]
 
 
