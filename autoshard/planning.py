@@ -268,7 +268,7 @@ def formulated(
         memory=options.memory,
         fixed={**wished, **program.ordered_arguments, **fixed},
         open_axes=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
-        backend=_backend(options),
+        backend=with_sequences(options.backend) if options.tactics or options.reductions else options.backend,
     )
     if options.tactics:
         return options.restricts(make(), options.tactics, mesh_shape)
@@ -277,13 +277,8 @@ def formulated(
     return in_time(mesh_shape, make, until)
 
 
-def _backend(options: Options) -> Backend:
-    """The compiler; sums may be finished by sequences if that is asked for, or with tactics: some are made of them."""
-    return with_sequences(options.backend) if options.tactics or options.reductions else options.backend
-
-
 def with_sequences(backend: Backend) -> Backend:
-    """The compiler where sums over several mesh axes may be finished by sequences."""
+    """The compiler where sums over several mesh axes may be finished by sequences: some tactics are made of them."""
     return replace(backend, scatters=replace(backend.scatters, over_some_axes=True))
 
 

@@ -35,8 +35,8 @@ from autoshard.stage_planning.recomputing.asked_stages import StageFigures, Stag
 from autoshard.stage_planning.recomputing.levels import RecomputationLevels
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
-from autoshard.stages.reading.plan_source import PlanSource
 from autoshard.stages.planned_pipeline import PlannedPipeline
+from autoshard.stages.reading.plan_source import PlanSource
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.user_plan import Plan
