@@ -280,10 +280,10 @@ class ShardedFunction(Generic[Parameters, Result]):
         return self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
 
     def program_to_plan(self, *args: Any, **kwargs: Any) -> Program:
-        """What `trace` gives, or the form of it in stacks of matrices that is planned if that is faster."""
+        """What `trace` gives, or the form with stacks of matrices or shared trips that is planned if it is faster."""
         traced = self.variants(*args, **kwargs)
         as_written = Variant(self._options.microbatches or 1)
-        if self._open_choice(traced, self._options).is_stackable(as_written):
+        if self._open_choice(traced, self._options).may_be_rewritten(as_written):
             with contextlib.suppress(MemoryLimitError):  # under another limit it may fit
                 return self._planned(args, kwargs).program
         return traced.program(as_written)

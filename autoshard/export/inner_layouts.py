@@ -95,6 +95,8 @@ def departure(program: Program) -> str:
         return program.departure
     if program.rewritten:
         return "the step was rewritten (rewrites=)"
+    if program.shared_trips:
+        return "devices share out the trips of its loops"
     if program.stacked:
         return "the step computes stacks of matrices where it was written matrix by matrix"
     return ""

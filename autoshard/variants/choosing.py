@@ -55,11 +55,20 @@ class Wishes:
 
     def is_one(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""
-        return self.microbatches == 1 and not self.recomputes and not self.sizes(variants, Variant())
+        return self.microbatches == 1 and not self.recomputes and not self.may_rewrite(variants, Variant())
 
     def moves_state(self, variants: StepVariants) -> bool:
         """Whether some of the state can lie on hosts."""
         return self.moves and bool(variants.movable_state.movable)
+
+    def may_rewrite(self, variants: StepVariants, variant: Variant) -> bool:
+        """Whether a variant may be planned with stacks of matrices, or with trips that devices share out."""
+        return bool(self.sizes(variants, variant)) or self.shares_trips(variants, variant)
+
+    def shares_trips(self, variants: StepVariants, variant: Variant) -> bool:
+        """Whether devices can share out the trips of some loop."""
+        found = variants.shareable(variant)
+        return found is not None and found.are_divided_by(self.mesh)
 
     def sizes(self, variants: StepVariants, variant: Variant) -> tuple[int, ...]:
         """The sizes of stacks to choose from."""
@@ -118,11 +127,18 @@ def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
             moves = wishes.moves_state(variants) and any(one.on_host for one in given.arguments)
             places = (False, True)[: 1 + moves]
             for one in (replace(one, state_on_hosts=there) for there in places for one in at_levels):
-                sizes = wishes.sizes(variants, one)
-                for other in (one, *(replace(one, stacked=size) for size in sizes)):
+                for other in _rewritten_otherwise(variants, wishes, one):
                     if variants.program(other).fingerprint == given.fingerprint:
                         return variants.program(other)
     return first if wishes.microbatches else variants.program(Variant())
+
+
+def _rewritten_otherwise(variants: StepVariants, wishes: Wishes, variant: Variant) -> Iterator[Variant]:
+    """A variant, and the same with what nobody asks for: trips that devices share out, stacks of matrices."""
+    loops = (False, True)[: 1 + wishes.shares_trips(variants, variant)]
+    for one in (replace(variant, shares_trips=shared) for shared in loops):
+        yield one
+        yield from (replace(one, stacked=size) for size in wishes.sizes(variants, one))
 
 
 def _grouped(variants: StepVariants, mesh: Mapping[str, int], count: int) -> Iterator[Variant]:
@@ -174,6 +190,7 @@ class _Search(Generic[Planned]):
                 break
             if self.best is None and slow and self.bound_of(self.slow[slow:]) >= self.bound_of(self.slow[:slow]):
                 break
+        self.plan_with_shared_trips()
         self.plan_stacked()
         if self.best is None:
             raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
@@ -271,6 +288,17 @@ class _Search(Generic[Planned]):
         if self.best is None or found.plan.cost < self.best.plan.cost:
             self.best, self.best_variant = found, variant
         return found.plan.cost
+
+    def plan_with_shared_trips(self) -> None:
+        """Plans the best variant with loops of which devices may share out the trips."""
+        variant = self.best_variant
+        if not self.wishes.shares_trips(self.variants, variant):
+            return
+        if self.best is not None and time.monotonic() > self.wishes.until:
+            self.bounds.append(0.0)
+            return
+        with contextlib.suppress(ConflictError):  # tactics ask for what operations do not have
+            self.plan(replace(variant, shares_trips=True))
 
     def plan_stacked(self) -> None:
         """Plans the best variant with what it computes of each matrix by itself computed of stacks of matrices."""

@@ -52,9 +52,9 @@ class OpenChoice(Generic[Planned]):
         """Whether nothing is open."""
         return self._wishes().is_one(self.variants)
 
-    def is_stackable(self, variant: Variant) -> bool:
-        """Whether what a variant computes of each matrix by itself may be computed of stacks of them."""
-        return bool(self._wishes().sizes(self.variants, variant))
+    def may_be_rewritten(self, variant: Variant) -> bool:
+        """Whether a variant may be planned with stacks of matrices, or with trips that devices share out."""
+        return self._wishes().may_rewrite(self.variants, variant)
 
     def planned(self, given: Plan | None) -> Planned:
         """The one variant that is open, or the one that a plan was given for."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from autoshard.batching.boundary import made_or_none
 from autoshard.batching.rewriting import BatchedFunctions
@@ -21,6 +21,7 @@ from autoshard.program.tracing import TracedStep
 from autoshard.remat.costs import bytes_of, moving_seconds
 from autoshard.remat.host_state import HostState
 from autoshard.remat.recomputation import Recomputation
+from autoshard.trips.rewriting import ShareableLoops
 
 _DEPARTURE = "autoshard chose what the backward pass keeps, or what lies on hosts (remat=)"
 
@@ -33,6 +34,7 @@ class Variant:
     groups: int = 1  # of rows, side by side in every microbatch, and summed up after the last
     level: int | None = None  # of recomputation; None: as the user wrote it
     state_on_hosts: bool = False  # whether state that the passes do not read lies on hosts between steps
+    shares_trips: bool = False  # whether devices may share out the trips of loops
     stacked: int | None = None  # functions of one array in stacks of a multiple of so many; None: as the user wrote it
 
 
@@ -63,6 +65,7 @@ class StepVariants:
         self._recomputations: dict[Variant, Recomputation] = {}
         self._programs: dict[Variant, Program] = {}
         self._batched: dict[Variant, BatchedFunctions | None] = {}
+        self._shareable: dict[Variant, ShareableLoops | None] = {}
 
     @property
     def closes_over_tracers(self) -> bool:
@@ -93,6 +96,7 @@ class StepVariants:
                     microbatches=variant.microbatches,
                     recomputed=remark,
                     state_on_hosts=variant.state_on_hosts,
+                    shared_trips=self._said_of_trips(variant),
                     departure=_DEPARTURE if variant.level is not None or variant.state_on_hosts else read.departure,
                 )
             self._programs[variant] = read if self._finish is None else self._finish(read)
@@ -118,7 +122,31 @@ class StepVariants:
             return None
         return replace(self._traced.read(found.rewritten(variant.stacked)), stacked=found.remark(variant.stacked))
 
+    def shareable(self, variant: Variant) -> ShareableLoops | None:
+        """The loops of a variant whose trips devices can share out; None if it has none."""
+        alone = replace(variant, stacked=None, shares_trips=False)
+        if AxisType.Explicit in self.mesh.axis_types:  # the user says how arrays lie, also in loops
+            return None
+        if alone not in self._shareable:
+            with jax.sharding.use_abstract_mesh(self.mesh):
+                closed, _ = self._rewritten(alone)
+                self._shareable[alone] = made_or_none(
+                    "looking for independent trips", lambda: ShareableLoops.of(closed, self._topology)
+                )
+        return self._shareable[alone]
+
+    def _said_of_trips(self, variant: Variant) -> str:
+        """What devices may share out in a variant, in words."""
+        found = self.shareable(variant) if variant.shares_trips else None
+        return "" if found is None else found.remark
+
     def _rewritten(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
+        """The jaxpr of a variant less its stacks, and what is said of what it computes again or has on hosts."""
+        closed, remark = self._with_state(variant)
+        loops = self.shareable(variant) if variant.shares_trips else None
+        return (closed if loops is None else loops.rewritten), remark
+
+    def _with_state(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
         """The jaxpr in so many microbatches, at a level of recomputation, with state on hosts; what is said of it."""
         closed, remark = self._at_level(variant)
         if not variant.state_on_hosts:
