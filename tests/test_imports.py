@@ -36,7 +36,7 @@ ROOMS = {
     "report": ["autoshard.report"],
     "compiled": ["autoshard.compiled"],
     "lower": ["autoshard.lower"],
-    "remat": ["autoshard.remat", "autoshard.batching"],
+    "remat": ["autoshard.remat", "autoshard.batching", "autoshard.trips"],
     "rewrites": ["autoshard.rewrites"],
     "recognition": ["autoshard.recognition"],
     "export": ["autoshard.export"],

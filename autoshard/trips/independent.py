@@ -133,9 +133,8 @@ class IndependentTrips:
     def operation(self) -> Operation:
         """From what all trips read, and a row of the rest per trip, to sums over the trips, and a row per trip."""
         if (found := _KNOWN.get(self.digest)) is None:
-            _KNOWN[self.digest] = found = Operation(
-                "trips", self._trips, self._rule, sums_shared=True, said=self.digest
-            )
+            found = Operation("trips", self._trips, self._rule, sums_shared=True, said=self.digest)
+            _KNOWN[self.digest] = found
         return found
 
     @cached_property
