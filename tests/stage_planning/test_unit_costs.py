@@ -66,7 +66,7 @@ def test_what_a_search_has_not_improved_is_sought_longer(monkeypatch):
 
     monkeypatch.setattr(costs, "solve_for_plan", solved)
     assert costs._solved(None, costs._Effort(0.03, 2.0, math.inf, None)).cost == 1.1 and works == [2.0, 8.0]
-    assert costs._solved(None, 0.03, 6.0, math.inf).cost == 1.1 and works == [2.0, 8.0, 6.0]
+    assert costs._solved(None, costs._Effort(0.03, 6.0, math.inf, None)).cost == 1.1 and works == [2.0, 8.0, 6.0]
 
 
 def test_a_layer_with_a_norm_behind_it_is_like_the_others():
