@@ -26,7 +26,7 @@ from autoshard.remat.scope import Block, Scope
 from autoshard.stages.programs import BlockCut, RecomputedBlocks
 from autoshard.stages.stacks import Origin, Slice, TakenApart
 
-# Values of a block of which all choices are made: they take as many minimum cuts as the square of the values. A layer of
+# Values of a block of which all choices are made: that takes as many minimum cuts as the square of them. A layer of
 # a Llama has 100. Of larger blocks, as of layers that are not told apart, the one that is best at a price is found.
 LARGEST_CHAIN = 256
 
