@@ -238,7 +238,7 @@ def autoshard(
     if pipeline is not None:
         others = {"pad": pad, "plan": plan, "like": like, "mesh": mesh if isinstance(mesh, str) else None}
         in_stages = request is None or request.backend != "one_jit"
-        heeded = ["remat", "refine"] if is_automatic else ["remat", "rewrites"] if in_stages else []
+        heeded = ["tactics", "search", *(["remat", "refine"] if is_automatic else ["remat", "rewrites"] * in_stages)]
         check_combination("pipeline=", options, others, heeded=heeded, takes_uneven=in_stages)
     given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
     check_given(given, shared, options, pad)

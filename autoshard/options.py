@@ -25,7 +25,7 @@ from autoshard.rewrites import REWRITES
 from autoshard.solver.progress import Progress
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.searches.table import algorithm_of
-from autoshard.tactics import Tactic, TacticLike, is_tactic
+from autoshard.tactics import Restricts, Tactic, TacticLike, is_tactic, restricted
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")
@@ -63,6 +63,7 @@ class Options:
     enough: Callable[[], float] | None = None  # seconds: a plan that is proven to take longer is not sought further
     search: str | Search | None = None  # what solves the problem, by name or itself; None: the solver's own way
     tactics: tuple[TacticLike, ...] = ()  # what restricts the plan, in order
+    restricts: Restricts = restricted  # what the tactics leave of a formulation
     rewrites: tuple[str, ...] = ()  # laws of algebra that the step may be rewritten by
     reductions: str | None = None  # "auto": sums may be finished by sequences; None: at once, unless tactics say so
     is_alone: bool = False  # whether this process plans without the others of its mesh

@@ -52,7 +52,6 @@ from autoshard.solver.runtime.cutoff import Cutoff, CutoffReached
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.specs import check_agrees, check_annotations, fixed_layouts, wished_layouts
-from autoshard.tactics import restricted
 from autoshard.user_plan import Comparison, Plan
 
 LARGE_PROGRAM = 10_000  # equations, from which on compiled code is likely to search: it is loaded meanwhile
@@ -269,18 +268,17 @@ def formulated(
         memory=options.memory,
         fixed={**wished, **program.ordered_arguments, **fixed},
         open_axes=dict.fromkeys(program.ordered_arguments.keys() - fixed.keys(), program.open_axes),
-        backend=_backend(options),
+        backend=with_sequences(options.backend) if options.tactics or options.reductions else options.backend,
     )
-    if is_too_large(program, mesh_shape) and not options.tactics:
+    if options.tactics:
+        return options.restricts(make(), options.tactics, mesh_shape)
+    if is_too_large(program, mesh_shape):
         return in_parts(mesh_shape, make, options.time_limit, options.search, until)
-    return restricted(make(), options.tactics, mesh_shape) if options.tactics else in_time(mesh_shape, make, until)
+    return in_time(mesh_shape, make, until)
 
 
-def _backend(options: Options) -> Backend:
-    """The compiler; sums may be finished by sequences if that is asked for, or with tactics: some are made of them."""
-    backend = options.backend
-    if not (options.tactics or options.reductions):
-        return backend
+def with_sequences(backend: Backend) -> Backend:
+    """The compiler where sums over several mesh axes may be finished by sequences: some tactics are made of them."""
     return replace(backend, scatters=replace(backend.scatters, over_some_axes=True))
 
 

@@ -24,7 +24,7 @@ from autoshard.processes.agreement import Claims, check_alike
 from autoshard.program import Program, context
 from autoshard.replanning.planner import Planner
 from autoshard.stages.cutting import CuttableStep
-from autoshard.stages.plan_source import PlanSource
+from autoshard.stages.reading.plan_source import PlanSource
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.sub_meshes import stage_axis
 from autoshard.user_plan import Plan

@@ -110,7 +110,7 @@ class StagesOnMesh:
             return self._restored()
         programs, fixed = self.stages.programs, fixed_layouts(self.program, self.options.fixed, dict(self.part.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(self.program.own_arguments)}
-        planner = StagePlanner(programs, self.options, own, self.program.donated, self.jit_keywords)
+        planner = StagePlanner(programs, self.program, self.options, own, self.program.donated, self.jit_keywords)
         return planner.plans([self.part] * programs.stages)
 
     def _restored(self) -> tuple[Plan, ...]:

@@ -92,6 +92,19 @@ def cuts(forward: ForwardPass) -> tuple[Cut, ...]:
 
 
 @functools.lru_cache(maxsize=256)
+def at_price(forward: ForwardPass, price: float) -> Cut:
+    """The last of `cuts` that pays at a price, in seconds per byte, by one minimum cut; infinite: the last of all.
+
+    >>> layer = ForwardPass((4.0, 4.0, 4.0), (None, 0, 1), ((0,), (1,)), (1.0, 0.1), (0, 1, 2))
+    >>> [at_price(layer, price).bytes for price in (0.0, 0.02, 0.025, 0.25, math.inf)]
+    [12.0, 12.0, 8.0, 4.0, 4.0]
+    """
+    most = _cut(forward.wanted, frozenset(), frozenset(), forward)
+    found = most if price <= 0 else _cheapest(forward, price * (1 + 1e-9))  # of two that cost the same, the later one
+    return found if found.bytes < most.bytes else most
+
+
+@functools.lru_cache(maxsize=256)
 def chain(forward: ForwardPass) -> tuple[Cut, ...]:
     """The corners of `cuts`, and choices between them where they are far apart.
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from autoshard.errors import MicrobatchError, StageError
+from autoshard.errors import ConflictError, MicrobatchError, StageError
 from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
@@ -20,6 +20,7 @@ from autoshard.model.pricing.late import FormulatingLate
 from autoshard.model.xla.backends import Backend
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
+from autoshard.solver.searches.search_run import Search
 from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
 from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, RecomputationLevels, level_of
@@ -37,6 +38,8 @@ from autoshard.stage_search import (
     simulated,
 )
 from autoshard.stages.cutting import CuttableStep, cut
+from autoshard.stages.stage_tactics import StageTactics
+from autoshard.tactics import TacticLike
 
 PLANNED_EXACTLY = 2  # of the choices of the search: planned stage by stage until so many fit
 SEARCHES = 4  # at most, each on tables with more planned costs than the one before
@@ -91,6 +94,8 @@ class CuttableSteps:
         mesh: AbstractMesh,
         fixed: Mapping[int, Layout] | None = None,
         levels: RecomputationLevels | None = None,
+        tactics: Sequence[TacticLike] = (),
+        search: str | Search | None = None,
     ) -> None:
         """
         Args:
@@ -98,7 +103,10 @@ class CuttableSteps:
             mesh: under which the step was traced.
             fixed: argument -> how it has to lie.
             levels: how much stages may compute again; None: what is kept is as the step is written.
+            tactics: that hold in every stage.
+            search: what plans stages, as for `solve`; None: the solver's own way.
         """
+        self._tactics, self._program, self._search = tuple(tactics), program, search
         self.levels = levels
         self.traced, self.carried, self.name, self._mesh = traced, program.carried, program.name, mesh
         self.donated, self.fixed = program.donated, fixed or {}
@@ -129,7 +137,8 @@ class CuttableSteps:
                 made = cut(step, step.units().boundaries(firsts), weight_programs=weight_programs, keeps=keeps)
         except MicrobatchError as error:  # the step itself runs in microbatches
             raise StageError(str(error)) from error
-        return CutStep(made, self.donated, self.fixed)
+        tactics = StageTactics(self._tactics, made, self._program) if self._tactics else None
+        return CutStep(made, self.donated, self.fixed, tactics, self._search)
 
     def cut_into_units(self, count: int, level: str = AS_WRITTEN) -> UnitCut:
         """The step with one unit of each kind as a stage of its own."""
@@ -313,6 +322,8 @@ def _planned_exactly(
             break
         except StageError as error:  # it cannot be cut there, and perhaps elsewhere
             refusal = error
+            continue
+        except ConflictError:  # tactics leave nothing there, and perhaps elsewhere
             continue
         if exact is None:
             continue

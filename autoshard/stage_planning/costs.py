@@ -17,15 +17,17 @@ from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.model.xla.backends import Backend
-from autoshard.planning import checked_rules
+from autoshard.planning import checked_rules, with_sequences
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.program import Program
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.searches.search_run import Search
 from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stages.programs import LOOP, Key, StageProgram
+from autoshard.stages.stage_tactics import StageTactics
 from autoshard.together.joint_problem import JointProblem
 
 LEANEST = 1.02  # of the least limit that some choice meets: with less, hardly a choice is left
@@ -76,7 +78,7 @@ class StageCost:
     def plans(self, mesh: Mesh | AbstractMesh) -> list[PlanData]:
         """The plan of each program."""
         return [
-            make_plan(formulation, Solution(tuple(choice), 0.0, 0.0, "feasible"), mesh)
+            make_plan(formulation, Solution(tuple(choice), 0.0, 0.0, "feasible"), mesh, formulation.restrictions)
             for formulation, choice in zip(self.stage.formulations, self.choices, strict=True)
         ]
 
@@ -101,6 +103,7 @@ def formulated_stage(
     kept: frozenset[Key],
     between: frozenset[Key],
     fixed: Mapping[Key, Layout],
+    tactics: StageTactics | None = None,
 ) -> JointStage:
     """The programs of one stage on one sub-mesh as one problem.
 
@@ -110,9 +113,15 @@ def formulated_stage(
         kept: what F leaves for B and W.
         between: what the stage keeps between steps.
         fixed: how arguments and pieces have to lie.
+        tactics: that hold in every stage.
     """
     asked = [{i: fixed[key] for i, key in enumerate(one.inputs) if key in fixed} for one in programs]
+    if tactics is not None:
+        where = replace(where, backend=with_sequences(where.backend))
     formulations = [formulated_on(one, where, layouts) for one, layouts in zip(traced, asked, strict=True)]
+    if tactics is not None:
+        mesh_shape, both = dict(where.mesh.shape), zip(programs, formulations, strict=True)
+        formulations = [tactics.restricted(one, formulation, mesh_shape) for one, formulation in both]
     return JointStage(programs, formulations, microbatches, kept, between)
 
 
@@ -127,6 +136,7 @@ def stage_cost(
     or_leanest: bool = False,
     copies: float = 1.0,
     until: float = math.inf,
+    search: str | Search | None = None,
 ) -> StageCost | None:
     """The cheapest way to shard a stage that fits with so many microbatches in flight; None if none was found.
 
@@ -139,15 +149,17 @@ def stage_cost(
         or_leanest: whether to take what holds about the least, where nothing fits.
         copies: how many such stages a device has, which all have to fit.
         until: when the clock ends searches, as `time.monotonic` has it.
+        search: instead of the solver's own, as for `solve`.
     """
+    effort = _Effort(gap, work, until, search)
     least: StageCost | None = None
     for share in (1.0,) if limit is None else shares:
         joint = stage.problem(None if limit is None else limit * share, in_flight, copies)
         try:
-            solution = _solved(joint.problem, gap, work, until)
+            solution = _solved(joint.problem, effort)
         except InfeasibleError as error:
             if or_leanest and least is None:
-                least = _leanest(stage, joint, error.needed, gap, work, until)
+                least = _leanest(stage, joint, error.needed, effort)
             break
         except SolverError:
             break
@@ -159,28 +171,37 @@ def stage_cost(
     return least if or_leanest else None
 
 
-def _leanest(
-    stage: JointStage, joint: JointProblem, needed: float, gap: float, work: float, until: float
-) -> StageCost | None:
+@dataclass(frozen=True)
+class _Effort:
+    """How well a stage is to be planned, and by which search."""
+
+    gap: float
+    work: float  # s of a quiet core
+    until: float  # when the clock ends it, as `time.monotonic` has it
+    search: str | Search | None
+
+    def solution(self, problem: Problem, times: float = 1.0) -> Solution:
+        """What a search finds in so many times the work."""
+        work = times * self.work
+        budget = Budget(work, min(self.until, time.monotonic() + _PATIENCE * work))
+        return solve_for_plan(problem, gap=self.gap, budget=budget, search=self.search)
+
+
+def _leanest(stage: JointStage, joint: JointProblem, needed: float, effort: _Effort) -> StageCost | None:
     try:
         leaner = replace(joint.problem, limit=LEANEST * needed, checked=True)
-        solution = _solved(leaner, gap, work, until)
+        solution = _solved(leaner, effort)
     except SolverError:
         return None
     return _cost(stage, joint.choices(solution.choice), solution)
 
 
-def _solved(problem: Problem, gap: float, work: float, until: float) -> Solution:
-    found = _solved_in(work, problem, gap, until)
-    if found.cost <= (1 + _FAR) * found.bound or time.monotonic() >= until:
+def _solved(problem: Problem, effort: _Effort) -> Solution:
+    found = effort.solution(problem)
+    if found.cost <= (1 + _FAR) * found.bound or time.monotonic() >= effort.until:
         return found
-    again = _solved_in(_LONGER * work, problem, gap, until)
+    again = effort.solution(problem, _LONGER)
     return again if again.cost < found.cost else found
-
-
-def _solved_in(work: float, problem: Problem, gap: float, until: float) -> Solution:
-    ends = min(until, time.monotonic() + _PATIENCE * work)
-    return solve_for_plan(problem, gap=gap, budget=Budget(work, ends))
 
 
 def _cost(stage: JointStage, choices: Sequence[Sequence[int]], solution: Solution) -> StageCost:

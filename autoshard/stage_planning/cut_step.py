@@ -13,10 +13,12 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.microbatches.forms import form_of
 from autoshard.program import Program
+from autoshard.solver.searches.search_run import Search
 from autoshard.stage_planning.costs import StageCost, SubMeshModel, formulated_stage, stage_cost
 from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stage_search.tables import Numbers
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
+from autoshard.stages.stage_tactics import StageTactics
 from autoshard.stages.traced import program_of, replaced_inputs
 
 
@@ -27,6 +29,8 @@ class CutStep:
     programs: StagePrograms
     donated: Collection[int]  # arguments of the step
     fixed: Mapping[int, Layout] = field(default_factory=dict)  # argument -> how it has to lie
+    tactics: StageTactics | None = None  # that hold in every stage
+    search: str | Search | None = None  # what plans stages, by name or itself; None: the solver's own way
     _formulated: dict[Any, JointStage] = field(default_factory=dict, repr=False)
     _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
     _fingerprints: dict[Any, str] = field(default_factory=dict, repr=False)  # by jaxprs' ids, and by their forms
@@ -59,6 +63,7 @@ class CutStep:
         A stage is formulated once for each kind of sub-mesh.
 
         Raises:
+            ConflictError: the tactics leave nothing there.
             FormulatingLate: planning on the sub-mesh has to end.
         """
         key = stage, tuple(where.mesh.shape.items()), where.topology
@@ -71,9 +76,11 @@ class CutStep:
                 frozenset(self.programs.kept[stage]),
                 frozenset(key for key, home in self.programs.homes.items() if home == stage),
                 self._fixed,
+                self.tactics,
             )
         limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
-        return stage_cost(self._formulated[key], limit, in_flight, until=where.until, **effort)
+        how: dict[str, Any] = {"until": where.until, "search": self.search, **effort}
+        return stage_cost(self._formulated[key], limit, in_flight, **how)
 
     @cached_property
     def _fixed(self) -> dict[Key, Layout]:
@@ -98,7 +105,8 @@ class CutStep:
         ]
         prints = tuple((one.kind, self._fingerprint(stage, n)) for n, one in enumerate(own))
         homes = tuple((self.programs.homes.get(key) == stage, self._fixed.get(key)) for key in number)
-        return prints, str(names), homes
+        left = () if self.tactics is None else tuple(map(self.tactics.look, own))
+        return prints, str(names), homes, left
 
     def _fingerprint(self, stage: int, number: int) -> str:
         """That of a program of a stage. Of programs that are written alike, one is read."""

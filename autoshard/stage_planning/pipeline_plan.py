@@ -33,7 +33,7 @@ from autoshard.stage_planning.pipeline_file import (
     stacked,
 )
 from autoshard.stage_planning.planned_stage import PipelineFigures, PlannedStage, TaskCosts, pipeline_figures
-from autoshard.stage_planning.report import recomputation_remarks, stages_section, timeline_html
+from autoshard.stage_planning.report import recomputation_remarks, stages_section, tactics_remarks, timeline_html
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import LOOP, Key
 from autoshard.stages.reading.stages_planner import StagesPlanner
@@ -323,6 +323,7 @@ def pipeline_plan(
         memory=options.memory,
         warnings=(
             *(one.remark for one in pipeline.rewritten),
+            *tactics_remarks(pipeline),
             *recomputation_remarks(pipeline),
             *_copied_stacks(pipeline, result_parts, options.mesh, saved),
         ),

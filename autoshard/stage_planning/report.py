@@ -59,6 +59,17 @@ def stages_section(
     return Section(("Stages",), columns, tuple(rows), tuple(lines))
 
 
+def tactics_remarks(pipeline: PlannedPipeline) -> tuple[str, ...]:
+    """What the plans of programs say of tactics, each remark once and with the programs that it is of."""
+    found: dict[str, list[str]] = {}
+    for program, plan in zip(pipeline.programs.programs, pipeline.plans, strict=True):
+        for remark in plan.warnings:
+            if remark.startswith("tactics: "):
+                found.setdefault(remark, []).append(program.name)
+    count = len(pipeline.plans)
+    return tuple(one if len(names) == count else f"{', '.join(names)}: {one}" for one, names in found.items())
+
+
 def recomputation_remarks(pipeline: PlannedPipeline) -> tuple[str, ...]:
     """What stages compute again because autoshard chose so, and what they keep."""
     found = pipeline.programs.recomputed

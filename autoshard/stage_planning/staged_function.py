@@ -35,8 +35,8 @@ from autoshard.stage_planning.recomputing.asked_stages import StageFigures, Stag
 from autoshard.stage_planning.recomputing.levels import RecomputationLevels
 from autoshard.stage_planning.space import DISPATCH_SECONDS
 from autoshard.stages.pipelined_function import PipelinedFunction
-from autoshard.stages.plan_source import PlanSource
 from autoshard.stages.planned_pipeline import PlannedPipeline
+from autoshard.stages.reading.plan_source import PlanSource
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.runtime import PipelineRuntime
 from autoshard.user_plan import Plan
@@ -315,7 +315,8 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
         levels = None if options.remat is None else RecomputationLevels.of(traced.step, options.topology)
-        steps = CuttableSteps(traced.step, program, traced.mesh, own, levels)
+        how: dict[str, Any] = {"tactics": options.tactics, "search": options.search}
+        steps = CuttableSteps(traced.step, program, traced.mesh, own, levels, **how)
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
         more: dict[str, Any] = {} if levels is None else {"levels": levels.seconds, "enough": enough}
         chosen = choose_pipeline(steps, machine, until=until, **more)

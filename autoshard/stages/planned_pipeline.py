@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from autoshard.options import Options
-from autoshard.pipeline import Schedule, schedule
+from autoshard.pipeline import Schedule, schedule, simulate
 from autoshard.program import Program
 from autoshard.program.program import RewrittenPlaces
 from autoshard.program.tracing import TracedStep
@@ -77,7 +77,8 @@ class PlannedPipeline:
         homes, starts = [meshes[device] for device in placement], [positions[device][0] for device in placement]
         fixed = fixed_layouts(self.program, options.fixed, dict(homes[0].shape))
         own = {i: layout for i, layout in fixed.items() if i < len(self.program.own_arguments)}
-        plans = StagePlanner(self.programs, options, own, self.program.donated, jit_keywords).plans(homes, starts)
+        how = self.programs, self.program, options, own, self.program.donated, jit_keywords
+        plans = StagePlanner(*how, in_flight=_in_flight(self.schedule)).plans(homes, starts)
         return replace(self, plans=plans, meshes=meshes, positions=positions)
 
 
@@ -155,11 +156,17 @@ class AskedStages:
         starts = [positions[order.placement[stage]][0] for stage in range(self.stages)]
         fixed = fixed_layouts(self.program, options.fixed, dict(meshes[0].shape))
         own = {i: layout for i, layout in fixed.items() if i < len(self.program.own_arguments)}
-        how = programs, options, own, self.program.donated, self.jit_keywords, self.known
-        plans = StagePlanner(*how, is_limited=is_limited).plans(homes, starts)
+        how = programs, self.program, options, own, self.program.donated, self.jit_keywords, self.known
+        plans = StagePlanner(*how, in_flight=_in_flight(order), is_limited=is_limited).plans(homes, starts)
         runs = itertools.pairwise([0, *self.firsts, len(self.units.units)])
         layers = tuple(tuple(unit.name for unit in self.units.units[a:b]) for a, b in runs)
         return PlannedPipeline(programs, plans, order, meshes, self.program, layers, positions)
+
+
+def _in_flight(order: Schedule) -> list[float]:
+    """Per virtual stage, how many microbatches its device holds at most, in whole stages."""
+    held = simulate(order).peak
+    return [float(held[device]) for device in order.placement]
 
 
 def predecessors_of(programs: StagePrograms) -> list[list[int]]:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from jax.sharding import Mesh
 
 from autoshard.errors import MemoryLimitError
 from autoshard.layout import Layout
+from autoshard.model.formulation import Formulation
 from autoshard.options import Options
 from autoshard.planning import identity_of, lowered, planned
 from autoshard.program import Program
+from autoshard.stage_planning.costs import SubMeshModel
+from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
+from autoshard.stages.stage_tactics import StageTactics
 from autoshard.stages.traced import StageLayouts, in_planning_order
+from autoshard.tactics import TacticLike
 from autoshard.user_plan import Plan
 
 _FREE = 2.0**60  # bytes: a limit that is none
@@ -29,11 +35,13 @@ class StagePlanner:
     """Plans programs of stages, those that are alike once."""
 
     programs: StagePrograms
+    step: Program  # as it is written
     options: Options  # for the whole mesh
     fixed: Mapping[int, Layout]  # argument -> how the user wants it to lie
     donated: frozenset[int]  # arguments
     jit_keywords: Mapping[str, Any] = field(default_factory=dict)  # that programs are compiled with
-    known: dict[Any, Plan] = field(default_factory=dict)  # of programs that are alike
+    known: dict[Any, Any] = field(default_factory=dict)  # plans of programs, and costs of stages, that are alike
+    in_flight: Sequence[float] = ()  # per stage, microbatches that its devices hold at most; () for one each
     is_limited: bool = True  # whether programs that fit in no way are errors; else they are planned as if they did
 
     def plans(self, meshes: Sequence[Any], starts: Sequence[int] = ()) -> tuple[Plan, ...]:
@@ -53,8 +61,33 @@ class StagePlanner:
 
     def of_stage(self, stage: int, mesh: Any, start: int = 0) -> dict[int, Plan]:
         """The plans of the programs of one stage, by the place of each program in `StagePrograms.programs`."""
+        if self.options.tactics and (together := self._together(stage, mesh, start)) is not None:
+            return together
         layouts = self.asked()
         return {n: self.plan(program, layouts, mesh, start) for n, program in in_planning_order(self.programs, stage)}
+
+    def _together(self, stage: int, mesh: Any, start: int) -> dict[int, Plan] | None:
+        """The plans of one stage if its programs are planned as one problem; None if nothing is found so.
+
+        What one program leaves another may not have the collectives to read, so that they are not planned in turns.
+        """
+        options, flying = self.options_on(mesh, start), self.in_flight[stage] if self.in_flight else 1.0
+        where = SubMeshModel(mesh, options.topology, options.backend, options.memory)
+        key = "together", self._cut.kinds[stage], tuple(mesh.shape.items()), options.topology, flying
+        if key not in self.known:
+            self.known[key] = self._cut.cost(stage, where, flying)
+        cost, found = self.known[key], dict[int, Plan]()
+        if cost is None:
+            return None
+        made = zip(self._cut.of_stage(stage), self._cut.traced(stage), cost.plans(mesh), strict=True)
+        for program, traced, data in made:
+            plan = replace(Plan.of(data).bound_to(traced), name=traced.name)
+            found[self.programs.programs.index(program)] = lowered(traced, plan, self.jit_keywords)
+        return found
+
+    @cached_property
+    def _cut(self) -> CutStep:
+        return CutStep(self.programs, self.donated, self.fixed, tactics=self._tactics, search=self.options.search)
 
     def asked(self) -> dict[Key, Layout]:
         """How the user wants arguments to lie, and so pieces of them. Trips of a stack are never split."""
@@ -67,13 +100,29 @@ class StagePlanner:
         """The plan of one program. What it says of named values joins `layouts`."""
         made = StageLayouts(self.programs, self.donated, layouts).program(program, mesh)
         pinned = {i: layouts[key] for i, key in enumerate(program.inputs) if key in layouts}
-        options = replace(self.options_on(mesh, start), pinned=pinned)
-        key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items()), options.topology
+        options = replace(self.options_for(program, mesh, start), pinned=pinned)
+        look = self._tactics.look(program) if options.tactics else None
+        key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items()), options.topology, look
         if key not in self.known:
             self.known[key] = self._planned(program, made, options)
         plan = self.known[key].on(mesh).bound_to(made)
         StageLayouts(self.programs, self.donated, layouts).add(program, plan)
         return lowered(made, replace(plan, name=made.name), self.jit_keywords)
+
+    @cached_property
+    def _tactics(self) -> StageTactics:
+        return StageTactics(self.options.tactics, self.programs, self.step)
+
+    def options_for(self, program: StageProgram, mesh: Any, start: int = 0) -> Options:
+        """The same for this very program: what tactics leave of it follows from the whole step."""
+        options = self.options_on(mesh, start)
+        if not options.tactics:
+            return options
+
+        def restricts(formulation: Formulation, tactics: Sequence[TacticLike], shape: Mapping[str, int]) -> Formulation:
+            return self._tactics.restricted(program, formulation, shape)
+
+        return replace(options, restricts=restricts, cache=None)  # equal programs of other steps may be left others
 
     def options_on(self, mesh: Any, start: int = 0) -> Options:
         """The options for a program on the part of the mesh whose first device has this place in it."""

@@ -50,7 +50,7 @@ class Step:
     @classmethod
     def of(cls, roles: Roles, mesh: Mapping[str, int]) -> Step:
         """That of a formulation."""
-        program = roles.formulation.program
+        program = roles.step.program
         kinds = {i: kind.name.lower() for i, kind in roles.state.items()} | dict.fromkeys(roles.batch, "batch")
         arguments = (
             StepArgument(value.name, value.shape, kinds[i], roles.dims_of_argument(i))
@@ -152,9 +152,9 @@ def _ask_layouts(
     asked: TacticRequests, said_by: str, specs: Mapping[str, PartitionSpec], roles: Roles, mesh: Mapping[str, int]
 ) -> None:
     """Adds layouts by path or glob, of which each fits some argument."""
-    program = roles.formulation.program
+    program = roles.step.program
     for i, found in fixed_layouts(program, specs, mesh, said_by).items():
-        layout = without_idle_axes(found, roles.formulation.mesh)
+        layout = without_idle_axes(found, roles.step.mesh)
         other, other_by = asked.layouts.setdefault(i, (layout, said_by))
         if other != layout:
             raise ConflictError(
@@ -179,4 +179,4 @@ def _check_applies(tactic: Tactic, roles: Roles) -> None:
         has |= kind
     for need, what in _NEEDED.items():
         if need & tactic.needs and not need & has:
-            raise ConflictError(f"{tactic} finds nothing to apply to in {roles.formulation.program.name}: {what}.")
+            raise ConflictError(f"{tactic} finds nothing to apply to in {roles.step.program.name}: {what}.")

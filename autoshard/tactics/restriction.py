@@ -13,7 +13,7 @@ the plan says where.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,13 @@ from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
 from autoshard.tactics.asking import TacticLike, TacticRequests, ask, text_of_tactic
 from autoshard.tactics.exceptions import exceptions, places_of
+from autoshard.tactics.parts import PartRoles
 from autoshard.tactics.roles import Dim, Roles, State, Work
 from autoshard.tactics.rules import Payload, Storage
 from autoshard.tactics.schemes import Tactic
+
+Restricts = Callable[[Formulation, Sequence[TacticLike], Mapping[str, int]], Formulation]
+"""A formulation, tactics, and a mesh: axis -> devices -> the formulation with the choices that the tactics leave."""
 
 _PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
 LISTED_PLACES = 4  # that need other collectives; the rest is counted
@@ -49,10 +53,32 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         MeshError: a tactic names an axis that the mesh does not have.
     """
     roles = Roles(formulation)
+    return within(formulation, roles, requests(tactics, roles, mesh), tactics)
+
+
+def requests(tactics: Sequence[TacticLike], roles: Roles, mesh: Mapping[str, int]) -> TacticRequests:
+    """What tactics ask for; raises as `restricted` does."""
     asked = TacticRequests()
     for tactic in tactics:
         ask(asked, tactic, roles, mesh)
-    found = _Restriction(roles, asked)
+    return asked
+
+
+def within(
+    formulation: Formulation, roles: Roles | PartRoles, asked: TacticRequests, tactics: Sequence[TacticLike]
+) -> Formulation:
+    """The formulation with the choices that are left by what tactics ask for, and what plans say of them.
+
+    Args:
+        formulation: of a step, or of a part of one.
+        roles: of its groups and arguments.
+        asked: of the step; layouts are those of the arguments of `formulation`.
+        tactics: that ask for it.
+
+    Raises:
+        ConflictError: they leave nothing.
+    """
+    found = _Restriction(formulation, roles, asked)
     named = ", ".join(map(text_of_tactic, tactics))
     everywhere = found.placed()
     remarks = list(found.remarks())
@@ -72,7 +98,7 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         remarks.append("tactics: between products the step cannot be split wherever the tactics ask for it.")
     problem, where = fitting
     if where is not None:
-        remarks.append(f"the step needs other collectives than the published scheme has{where}.")
+        remarks.append(f"tactics: the step needs other collectives than the published scheme has{where}.")
     first = f"tactics: {named}. The bound is that of plans within them."
     return replace(formulation, problem=problem, restrictions=(first, *remarks))
 
@@ -118,8 +144,8 @@ def _is_feasible(problem: Problem) -> bool:
 class _Restriction:
     """The choices that are left of a formulation."""
 
-    def __init__(self, roles: Roles, asked: TacticRequests):
-        self.roles, self.asked, self.formulation = roles, asked, roles.formulation
+    def __init__(self, formulation: Formulation, roles: Roles | PartRoles, asked: TacticRequests):
+        self.roles, self.asked, self.formulation = roles, asked, formulation
         self.rules = {axis: asked.rule(axis) for axis in asked.said if axis in self.formulation.mesh}
         self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
         self.has_sequence = any(kind & Dim.SEQUENCE for kind in roles.dims.values())
@@ -216,6 +242,8 @@ class _Restriction:
 
     def _wanted_dims(self, argument: int, axis: str) -> set[int] | None:
         """The dims that the axis may split of an argument, -1 for none of them; None: any."""
+        if argument in self.roles.handed:
+            return None
         rule, devices = self.rules[axis], self.formulation.mesh[axis]
         dims, shape = self.roles.dims_of_argument(argument), self.formulation.program.arguments[argument].shape
         state = self.roles.state.get(argument)
@@ -297,9 +325,7 @@ class _Restriction:
         return options
 
     def _with_copies(self, argument: int) -> list[int]:
-        options = self.formulation.arguments[argument]
-        state = self.roles.state.get(argument)
-        moved = Payload.ACTIVATIONS if state in (None, State.CACHE) else Payload.PARAMETERS
+        options, moved = self.formulation.arguments[argument], self._moved_of_argument(argument)
         value = self.formulation.program.arguments[argument]
         if any(map(_goes_through, self.formulation.readers[value.id])):
             moved = _of_stacks(moved)
@@ -315,7 +341,7 @@ class _Restriction:
         formulation, program = self.formulation, self.formulation.program
         for i, value in enumerate(program.arguments):
             copies = tuple(option.copy for option in formulation.arguments[i])
-            moved = Payload.ACTIVATIONS if self.roles.state.get(i) in (None, State.CACHE) else Payload.PARAMETERS
+            moved = self._moved_of_argument(i)
             for reader in formulation.readers[value.id]:
                 yield from self._edge(i, copies, reader, moved)
         for group, work in zip(self.roles.groups, self.roles.work, strict=True):
@@ -333,6 +359,15 @@ class _Restriction:
                 yield from self._edge(node, leaves, Reader(shared.node, shared.layouts), to_shared)
                 for reader in readers:
                     yield from self._edge(shared.node, shared.layouts, reader, moved)
+
+    def _moved_of_argument(self, argument: int) -> Payload:
+        if argument not in self.roles.handed:
+            is_active = self.roles.state.get(argument) in (None, State.CACHE)
+            return Payload.ACTIVATIONS if is_active else Payload.PARAMETERS
+        if self.formulation.program.arguments[argument].id in self.roles.of_state:
+            return Payload.PARAMETERS
+        has_rows = any(dim & (Dim.BATCH | Dim.SLOT) for dim in self.roles.dims_of_argument(argument))
+        return Payload.ACTIVATIONS if has_rows else Payload.UPDATES
 
     def _moved(self, value: int, work: Work) -> Payload:
         if value in self.roles.of_state:

@@ -1,4 +1,4 @@
-"""A formulation in, what its groups, factors and arguments are to a train step out: batch, feature, expert, weight.
+"""A grouped step in, what its groups, factors and arguments are to a train step out: batch, feature, expert, weight.
 
 Tactics speak of the batch and of weights, programs of dims and operands. Nothing here looks at names. What a dim is
 follows from the equations that it goes through:
@@ -22,12 +22,13 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from autoshard.model.formulation import Formulation
 from autoshard.model.groups import FactorDims, Group
+from autoshard.model.resharding_memory import Reader
 from autoshard.program import Program, Value
 
 Factor = tuple[int, int]  # (group, factor of it)
@@ -71,11 +72,29 @@ class State(enum.Enum):
     PARAMETER_OPTIMIZER = enum.auto()  # what of that has the shape of parameters, and of nothing else of these
 
 
+class GroupedStep(Protocol):
+    """The groups of a train step and who reads their values: a formulation, or several of the parts of a step."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def mesh(self) -> Mapping[str, int]: ...  # without axes of one device
+    @property
+    def groups(self) -> Sequence[Group]: ...
+    @property
+    def readers(self) -> Mapping[int, Sequence[Reader]]: ...  # value id -> who wants it
+
+
 @dataclass(frozen=True, eq=False)
 class Roles:
-    """What the parts of one formulation are to its train step."""
+    """What the groups, factors and arguments of a train step are to it."""
 
-    formulation: Formulation
+    step: GroupedStep
+
+    @property
+    def handed(self) -> frozenset[int]:
+        """Arguments that are neither the step's batch nor its state: a whole step has none."""
+        return frozenset()
 
     # Dims.
 
@@ -91,8 +110,8 @@ class Roles:
                     for mine, theirs in _alike(one, other):
                         a, b = _root(parents, (index, mine)), _root(parents, (group.index, theirs))
                         parents[a] = b
-        for argument, result in self.formulation.program.carried.items():
-            value, home = self.formulation.program.results[result], self.formulation.program.arguments[argument]
+        for argument, result in self.step.program.carried.items():
+            value, home = self.step.program.results[result], self.step.program.arguments[argument]
             if isinstance(value, Value) and value.id in first and home.id in first:
                 (i, ours), (j, others) = first[value.id], first[home.id]
                 for one, other in zip(ours, others, strict=True):
@@ -153,9 +172,9 @@ class Roles:
 
     def _batch_dims(self) -> Iterator[Factor]:
         for argument in self.batch:
-            dim, value = batch_dim(self.formulation, argument), self.formulation.program.arguments[argument]
+            dim, value = batch_dim(self.step, argument), self.step.program.arguments[argument]
             if dim is not None:
-                for reader in self.formulation.readers[value.id]:
+                for reader in self.step.readers[value.id]:
                     if reader.group is not None and reader.use is not None and reader.use.dims[dim]:
                         yield self.dim_of(reader.group, reader.use.dims[dim][0])
 
@@ -173,7 +192,7 @@ class Roles:
     @property
     def groups(self) -> list[Group]:
         """Every group of the program."""
-        return list(self.formulation.groups)
+        return list(self.step.groups)
 
     @cached_property
     def work(self) -> tuple[Work, ...]:
@@ -189,7 +208,7 @@ class Roles:
             is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._in_all(group))
             return Work.EXPERT if is_expert else Work.PRODUCT
         rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
-        readers = [r for made in group.outputs for r in self.formulation.readers[made.value.id]]
+        readers = [r for made in group.outputs for r in self.step.readers[made.value.id]]
         for_updates = bool(readers) and all(r.group is None or r.group.index in updates for r in readers)
         left = any(self._is_any(group, made.dims, rows) for made in group.outputs) and not for_updates
         if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
@@ -204,7 +223,7 @@ class Roles:
 
     def _updates(self) -> set[int]:
         """Groups on parameters, gradients and optimizer state: those without rows, and those only these read."""
-        rows, program = Dim.BATCH | Dim.SLOT, self.formulation.program
+        rows, program = Dim.BATCH | Dim.SLOT, self.step.program
         carried = {program.results[result] for result in program.carried.values() if _is_value(program.results[result])}
         returned = {value for i, value in enumerate(program.results) if _is_value(value)} - carried
         found = {g.index for g in self.groups if not any(self.role(g, factor) & rows for factor in g.sizes)}
@@ -212,7 +231,7 @@ class Roles:
         for group in reversed(self.groups):
             if group.index in found or group.equations[0].primitive in _PRODUCTS:
                 continue
-            readers = [r for made in group.outputs for r in self.formulation.readers[made.value.id]]
+            readers = [r for made in group.outputs for r in self.step.readers[made.value.id]]
             ends = any(made.value in returned for made in group.outputs)
             sums = any(self.role(group, factor) & rows for factor in group.reduction)
             if readers and not ends and not sums and all(r.group is None or r.group.index in found for r in readers):
@@ -245,7 +264,7 @@ class Roles:
     @cached_property
     def of_state(self) -> set[int]:
         """All arguments but the batch, and the values made of these alone, also in loops that update them."""
-        program = self.formulation.program
+        program = self.step.program
         batch = set(self.batch)
         found = {value.id for i, value in enumerate(program.arguments) if i not in batch}
         for group in self.groups:
@@ -267,10 +286,8 @@ class Roles:
         Of several numbers of rows, the batch has the one that the most arguments of the function agree on in all their
         arrays; then, the one of the most elements.
         """
-        program = self.formulation.program
-        dims = {
-            i: batch_dim(self.formulation, i) for i in range(len(program.own_arguments)) if i not in program.carried
-        }
+        program = self.step.program
+        dims = {i: batch_dim(self.step, i) for i in range(len(program.own_arguments)) if i not in program.carried}
         rows = {
             i: program.arguments[i].shape[dim] for i, dim in dims.items() if dim is not None and _has_rows(program, i)
         }
@@ -293,7 +310,7 @@ class Roles:
     @cached_property
     def state(self) -> Mapping[int, State]:
         """Argument of the state -> what it is."""
-        program = self.formulation.program
+        program = self.step.program
         met: dict[int, State] = {}  # the last of these that a value is read as
         strength = [State.PARAMETER, State.TABLE, State.WEIGHT, State.EXPERT]
         read_as = {Work.PRODUCT: State.WEIGHT, Work.EXPERT: State.EXPERT}
@@ -334,22 +351,25 @@ class Roles:
 
     def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:
         """What each dim of an argument is, by all that read it."""
-        value = self.formulation.program.arguments[argument]
+        return self.dims_of_value(self.step.program.arguments[argument])
+
+    def dims_of_value(self, value: Value) -> tuple[Dim, ...]:
+        """What each dim of a value is, by all that read it."""
         found = [Dim.OTHER] * len(value.shape)
-        for reader in self.formulation.readers[value.id]:
+        for reader in self.step.readers[value.id]:
             if reader.group is not None and reader.use is not None:
                 for i, factors in enumerate(reader.use.dims):
                     found[i] |= _union(self.role(reader.group, factor) for factor in factors[:1])
         return tuple(found)
 
 
-def batch_dim(formulation: Formulation, argument: int) -> int | None:
+def batch_dim(step: GroupedStep, argument: int) -> int | None:
     """The first dim of an argument that no loop goes through; None: every dim is gone through."""
-    value, dim = formulation.program.arguments[argument], 0
-    readers = formulation.readers[value.id]
+    value, dim = step.program.arguments[argument], 0
+    readers = step.readers[value.id]
     while readers and all(r.group and r.group.equations[0].primitive == "scan_slice" for r in readers):
         dim += 1
-        readers = [one for r in readers if r.group for one in formulation.readers[r.group.outputs[0].value.id]]
+        readers = [one for r in readers if r.group for one in step.readers[r.group.outputs[0].value.id]]
     return dim if dim < len(value.shape) else None
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from autoshard.remat import cuts as module
-from autoshard.remat.cuts import ForwardPass, chain, cuts
+from autoshard.remat.cuts import ForwardPass, at_price, chain, cuts
 
 
 def choices(forward):
@@ -78,6 +78,18 @@ def test_the_chain_has_what_is_cheapest_where_values_may_be_moved(seed):
     forward = dataclasses.replace(forward, moving=moving)
     check(forward)
     assert all(cut.moved <= cut.kept.intersection(movable) for cut in chain(forward))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_is_best_at_a_price_is_the_last_corner_that_pays(seed):
+    forward = random_pass(seed)
+    corners = cuts(forward)
+    assert at_price(forward, 0.0) == corners[0] and at_price(forward, math.inf) == corners[-1] == chain(forward)[-1]
+    for before, after in itertools.pairwise(corners):
+        price = (after.seconds - before.seconds) / (before.bytes - after.bytes)
+        assert (at_price(forward, price).bytes, at_price(forward, price).seconds) == (after.bytes, after.seconds)
+        lower = at_price(forward, 0.999 * price)
+        assert lower.seconds <= before.seconds and lower.bytes >= before.bytes
 
 
 def test_a_value_that_nothing_makes_is_moved_rather_than_kept():

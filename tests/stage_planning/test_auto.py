@@ -19,6 +19,7 @@ from autoshard.stage_planning.planned_stage import _hops
 from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key
+from autoshard.stages.stacks import Origin
 from autoshard.stages.units import Units
 
 WIDTH, LAYERS, ROWS = 61, 4, 8  # no mesh axis divides the width: a plan without stages has all weights on every device
@@ -218,7 +219,7 @@ def test_stages_are_priced_with_the_links_inside_them():
     axes = {"data": 16}
     costs = topology("h100:2x8", axes)
     options = options_of(AbstractMesh((16,), ("data",)), topology=costs)
-    planner = StagePlanner(None, options, {}, frozenset())
+    planner = StagePlanner(None, None, options, {}, frozenset())
     inside = planner.options_on(AbstractMesh((8,), ("data",)), 8).topology
     assert inside.links["data"] == costs.links["data"].parts[1][1]
     assert planner.options_on(AbstractMesh((16,), ("data",))).topology == costs
@@ -250,7 +251,10 @@ def test_a_choice_that_cannot_be_cut_leaves_the_others(mesh, monkeypatch):
 def test_a_unit_that_cannot_be_cut_out_leaves_the_others_of_its_kind():
     kinds = (1.0, 2.0, 2.0, 2.0, 2.0, 3.0)
     units = SimpleNamespace(
-        units=[SimpleNamespace(forward_flops=kind, parameter_bytes=0, crossing_bytes=1) for kind in kinds]
+        units=[
+            SimpleNamespace(forward_flops=kind, parameter_bytes=0, crossing_bytes=1, start=Origin(i))
+            for i, kind in enumerate(kinds)
+        ]
     )
 
     def cut_at(firsts, impossible):
@@ -302,3 +306,10 @@ def test_the_bound_of_the_tables_is_held_against_the_choice_by_the_same_tables(t
     planned = SimpleNamespace(simulated=SimpleNamespace(seconds=1.0))
     chosen = choosing.ChosenPipeline(planned, {}, (), SimpleNamespace(bound=1.5), tabled)
     assert chosen.bound == bound
+
+
+def test_a_batch_that_is_to_be_padded_is_refused_with_what_to_do_instead(mesh):
+    with pytest.raises(
+        ArgumentError, match=r"cannot be combined with pad= yet; leave one of them out\.\n.*pad the arrays"
+    ):
+        autoshard(step, mesh=mesh, pipeline="auto", pad="batch")

@@ -13,6 +13,7 @@ from autoshard import MicrobatchError, PlanError, topology
 from autoshard.remat.cuts import chain
 from autoshard.remat.scope import Scope
 from autoshard.stages.cutting import cut
+from autoshard.stages.placement import recomputing
 from autoshard.stages.placement.recomputing import ApartStep, KnownCuts, MemoryPrices, PricedStep
 from autoshard.stages.programs import BlockCut
 
@@ -43,6 +44,18 @@ def test_each_stage_keeps_what_its_price_says_and_numbers_stay(name):
     assert mixed.sends.keys() == free.sends.keys()
     assert [sum(map(mixed.bytes_of, keys)) for keys in mixed.sends.values()] == [128 * 4] * 2  # an activation each way
     assert_equal(run_in_order(mixed, jax.tree.leaves(args)), jax.tree.leaves(jax.jit(step)(*args)))
+
+
+def test_large_blocks_keep_what_is_best_at_their_price(monkeypatch):
+    """Of them not all choices are made: those of a block that many layers are in would take as long as all else."""
+    price = 1.0  # s per byte: whatever can be computed again is
+    usual, _, _ = cut_in_two("unrolled", (price, math.inf))
+    monkeypatch.setattr(recomputing, "LARGEST_CHAIN", 0)
+    monkeypatch.setattr(recomputing, "chain", lambda forward: pytest.fail("all choices are made"))
+    made, step, args = cut_in_two("unrolled", (price, math.inf))
+    assert made.recomputed.cuts[-1] == usual.recomputed.cuts[-1]
+    assert kept_bytes(made)[0] < kept_bytes(cut_in_two("unrolled", (0.0, math.inf))[0])[0]
+    assert_equal(run_in_order(made, jax.tree.leaves(args)), jax.tree.leaves(jax.jit(step)(*args)))
 
 
 def test_cuts_that_are_known_are_those_of_their_prices():

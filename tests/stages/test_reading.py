@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from pipeline_steps import STEPS, numbers
 
-from autoshard import ArgumentError, MemoryLimitError, MeshError, Plan, PlanError, autoshard, topology
+from autoshard import MemoryLimitError, MeshError, Plan, PlanError, autoshard, topology
 from autoshard.stages.planning import StagePlanner
 
 LAYERS, WIDTH, ROWS = 4, 8, 8
@@ -131,7 +131,6 @@ def test_a_wish_is_planned_on_the_same_stages(planned, mesh):
 WISHES = {
     "too little memory": ({"memory": "1KiB"}, MemoryLimitError, "of stage"),
     "other mesh": ({"mesh": AbstractMesh((3,), ("data",))}, MeshError, "stages=2 divide no axis"),
-    "tactics": ({"tactics": ["fsdp"]}, ArgumentError, "take no tactics yet"),
 }
 
 

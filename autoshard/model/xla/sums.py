@@ -119,5 +119,7 @@ def _only_reorders(equation: Equation) -> bool:
     """Whether its result has the elements of its operand in other dims. A sum over dims of one element has, too."""
     if facts_of(equation.primitive).is_view:
         return True
-    (made, *_) = equation.outputs
-    return equation.primitive == "reduce_sum" and math.prod(equation.inputs[0].shape) == math.prod(made.shape)
+    if equation.primitive != "reduce_sum":
+        return False
+    (made,) = equation.outputs
+    return math.prod(equation.inputs[0].shape) == math.prod(made.shape)

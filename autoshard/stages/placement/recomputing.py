@@ -20,11 +20,15 @@ from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var, 
 from autoshard.mesh.topology import Topology
 from autoshard.remat.alike import is_alike
 from autoshard.remat.costs import Seconds, seconds_again
-from autoshard.remat.cuts import Cut, ForwardPass, chain
+from autoshard.remat.cuts import Cut, ForwardPass, at_price, chain
 from autoshard.remat.recomputation import slopes
 from autoshard.remat.scope import Block, Scope
 from autoshard.stages.programs import BlockCut, RecomputedBlocks
 from autoshard.stages.stacks import Origin, Slice, TakenApart
+
+# Values of a block of which all choices are made: that takes as many minimum cuts as the square of them. A layer of
+# a Llama has 100. Of larger blocks, as of layers that are not told apart, the one that is best at a price is found.
+LARGEST_CHAIN = 256
 
 
 def seconds_in_stages(eqn: JaxprEqn, topology: Topology) -> float:
@@ -81,9 +85,13 @@ class MemoryPrices:
         return [self.cut(one) for one in blocks]
 
     def cut(self, one: StageBlock) -> BlockCut:
-        choices = chain(one.block.forward_pass)
-        taken = sum(slope <= self.prices[one.stage] for slope in slopes(choices, one.turns))
-        chosen = choices[taken if self.prices[one.stage] > 0 else 0]
+        price, forward = self.prices[one.stage], one.block.forward_pass
+        if math.isinf(price) or len(forward.bytes) > LARGEST_CHAIN:
+            chosen = at_price(forward, price / one.turns)
+        else:
+            choices = chain(forward)
+            taken = sum(slope <= price for slope in slopes(choices, one.turns))
+            chosen = choices[taken if price > 0 else 0]
         return BlockCut(tuple(sorted(chosen.kept)), tuple(sorted(chosen.again)))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autoshard.errors import ArgumentError, MeshError, PlanError, SolverError
+from autoshard.errors import MeshError, PlanError, SolverError
 from autoshard.layout import Layout, spec_text, without_axes
 from autoshard.options import Options
 from autoshard.planning import asked_layouts, cheapest, checked_rules, formulated
@@ -59,15 +59,9 @@ class StagesPlanner:
         """The same stages under another wish, and what the wish costs.
 
         Raises:
-            ArgumentError: the wish is none that stages heed.
             MeshError: the stages do not divide the other mesh.
             MemoryLimitError: a stage does not fit.
         """
-        if wish.get("tactics"):
-            raise ArgumentError(
-                f"what_if(tactics=...): the plan of {self.program.name} has stages, which take no tactics yet.\n"
-                "Plan the step without pipeline= to see what tactics cost."
-            )
         options = self._asker(self.options).options_under(wish)
         made = self.under(options)
         return replace(made, wish=Wish(text_of_wish(wish), plan.predicted))
@@ -161,7 +155,7 @@ class StagesPlanner:
             layouts.add(other, self.plans[n])
         made = layouts.program(program, mesh, self.plans[at].fingerprint)
         planner = self._planner(fixed)
-        options, asked = planner.options_on(mesh, self._start(program.stage)), planner.asked()
+        options, asked = planner.options_for(program, mesh, self._start(program.stage)), planner.asked()
         pinned = {i: asked[one] for i, one in enumerate(program.inputs) if one in asked}
         rules = checked_rules(made, dict(options.mesh.shape))
         formulation = formulated(made, rules, options, pinned)
@@ -183,7 +177,7 @@ class StagesPlanner:
 
     def _planner(self, fixed: Mapping[int, Layout]) -> StagePlanner:
         return StagePlanner(
-            self.programs, self.options, fixed, self.program.donated, self.jit_keywords, known=self._known
+            self.programs, self.program, self.options, fixed, self.program.donated, self.jit_keywords, known=self._known
         )
 
     def _replanned(self, stages: Sequence[int], fixed: Mapping[int, Layout]) -> list[Plan] | None:

@@ -1,0 +1,49 @@
+"""What every primitive's programs need is known of every machine: none ends in an error that is not ours."""
+
+import jax
+import pytest
+from cases import CASES
+from executed import gradient_of
+from jax.sharding import AbstractMesh
+
+from autoshard import plan
+from autoshard.errors import AutoshardError
+from autoshard.model.xla import sums
+
+MACHINES = ("v5e:2x4", "v5p:2x2x2", "h100:1x8")
+PARTS = 4  # into which programs are dealt, so that they are planned side by side
+
+
+def programs_for(machine):
+    """Every case, and every third gradient of them: each gradient is planned for one machine."""
+    gradients = filter(None, map(gradient_of, CASES[MACHINES.index(machine) :: len(MACHINES)]))
+    return [*CASES, *gradients]
+
+
+def faults(machine, programs):
+    """The programs that no plan is found of, by an error that is not ours."""
+    mesh, found = AbstractMesh((4, 2), ("x", "y")), []
+    for case in programs:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.args]
+        try:
+            plan(case.fn, *shapes, mesh=mesh, topology=machine)
+        except AutoshardError:
+            continue
+        except Exception as error:
+            found.append((case.name, repr(error)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_program_is_planned(machine, part):
+    assert not faults(machine, programs_for(machine)[part::PARTS])
+
+
+def test_equations_without_results_are_caught(monkeypatch):
+    """Prints had no plan on TPU and GPU once, since a question about equations took them all to make something."""
+    (printed,) = (case for case in CASES if case.name == "debug_print")
+    assert not faults("v5e:2x4", [printed])
+    monkeypatch.setattr(sums, "_only_reorders", lambda equation: equation.outputs[0].shape == ())
+    assert faults("v5e:2x4", [printed])
