@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.lower.lookups import local_lookup
 from autoshard.lower.xla_faults import safely_split
-from autoshard.operations.reduce_scatter import reduce_scatter
+from autoshard.operations.reduce_scatter import reduce_scatter, scattered_product, scatters_second
 from autoshard.program.signature import named_arguments, selected, text_of_value
 
 Specs = Sequence[P]  # constraints, one after the other
@@ -293,6 +293,10 @@ class _Run:
         shards: OnShards = on_shards
 
         def on_one_device(*local: Any) -> list[Any]:
+            if shards.scatter and name == "dot_general":
+                dim, *how = shards.scatter
+                if scatters_second(eqn.params["dimension_numbers"], local, dim):
+                    return [scattered_product(eqn.params | shards.params, local, *how)]
             if shards.looked_up:
                 partial = [local_lookup(eqn, local, shards.looked_up, shards.params["slice_sizes"])]
             else:

@@ -48,7 +48,7 @@ from autoshard.model.equations import (
 )
 from autoshard.model.xla.scatters import scatter_stages
 from autoshard.operations.primitive import OPERATION
-from autoshard.operations.reduce_scatter import reduce_scatter
+from autoshard.operations.reduce_scatter import reduce_scatter, scattered_product, scatters_second
 from autoshard.operations.running import Call
 from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter
@@ -145,6 +145,10 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
             operands = [*operands[:2], _local_groups(equation, split, *operands[2:])]
         if folds_by_hand(equation) and split.reduced:
             return _folded(local, operands, split.reduced)
+        if scatter is not None and equation.primitive == "dot_general":
+            numbers = local.params["dimension_numbers"]
+            if scatters_second(numbers, operands, scatter.dim):
+                return [scattered_product(local.params, operands, scatter.stages, scatter.others)]
         if is_lookup(equation) and split.reduced:
             partial = [local_lookup(eqn, operands, split.looked_up, local.params["slice_sizes"])]
         else:

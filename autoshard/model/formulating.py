@@ -353,7 +353,7 @@ class _Formulator:
         kept, stored = output.has_buffer, output.is_stored
         hop = (node, leaves), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
-        made = group.point if group.is_recomputed else None
+        made = group.point if group.lies_nowhere else None
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
     def _move_to_places(self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...]) -> None:
@@ -376,7 +376,7 @@ class _Formulator:
         readers = self.readers[value.id]
         narrow = narrow_groups(readers, value, self.prices.widths)
         apart = self._copies_apart(leaves, readers, narrow)
-        computed_again = group.point if group.is_recomputed else None
+        computed_again = group.point if group.lies_nowhere else None
         holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)
         table = self.prices.table(value, leaves, wants, alone)
         if apart:

@@ -224,7 +224,7 @@ class Formulation:
         """
         last = [group.last_point for group in self.groups]
         for group in reversed(self.groups):
-            if group.is_recomputed:
+            if group.lies_nowhere:
                 readers = ((made.value.id, reader) for made in group.outputs for reader in self.readers[made.value.id])
                 again = (last[r.group.index] for value, r in readers if r.group and (value, r.node) not in moved)
                 last[group.index] = max(again, default=group.point)

@@ -83,8 +83,10 @@ def groups_of(
     ending = _ending_products(groups, readers, home, makers, backend)
     ends = _ends(groups, readers, home, len(program.equations))
     points = _points(groups, ends)
-    again = recomputation(program, groups, users, needed_outside | scattered, backend, (mesh or {}).values())
-    last = _last_runs(groups, users, points, again.repeated)
+    stored, axes = needed_outside | scattered, (mesh or {}).values()
+    again = recomputation(program, groups, users, stored, backend, axes, points)
+    gone = [repeated and until is None for repeated, until in zip(again.repeated, again.lying, strict=True)]
+    last = _last_runs(groups, users, points, gone)
     starts = backend.operations.least_seconds > 0
     together = running_beside(groups, again.repeated, ending) if starts else [None] * len(groups)
     is_ahead = starts and not backend.operations.are_kernels
@@ -105,6 +107,7 @@ def groups_of(
             point=points[i],
             is_folded=again.folded[i],
             is_recomputed=again.repeated[i],
+            lies_until=again.lying[i],
             is_sunk=again.sunk[i],
             is_normalising=i in again.normalising,
             ends_product=ending[i],

@@ -68,7 +68,8 @@ class Group:
     handed_on_at: int | None = None  # if only results read it, or only what a loop hands on: the last point of these
     point: int = 0  # the program point at which it runs
     is_folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
-    is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that its result is never stored
+    is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that it need not be stored
+    lies_until: int | None = None  # if readers compute it again, but it is stored, too: the least point until which
     is_sunk: bool = False  # whether it is recomputed inside a loop that it stands before
     is_normalising: bool = False  # whether a kernel that normalises rows computes it on the way
     is_stacked: bool = False  # whether a loop stacks what it makes, or what elementwise groups make of that
@@ -81,6 +82,11 @@ class Group:
     is_copy: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
     passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
     last_point: int = 0  # the last point at which it runs: later than `point` if its readers run it again
+
+    @property
+    def lies_nowhere(self) -> bool:
+        """Whether what it makes is not stored, since every reader computes it again."""
+        return self.is_recomputed and self.lies_until is None
 
     @property
     def runs_beside(self) -> bool:

@@ -27,7 +27,7 @@ Nothing more is held for two kinds of values:
 - On GPU, an operand that an elementwise group writes its result over, if no other group reads the operand.
 
 `memory_terms.py` counts what depends on the options that are chosen: slices and collectives. A value is not stored if
-XLA computes it again inside each of its readers (`Group.is_recomputed`). Then what it is computed from is held until
+XLA computes it again inside each of its readers (`Group.lies_nowhere`). Then what it is computed from is held until
 the last reader. Values inside a group are never stored.
 """
 
@@ -115,10 +115,12 @@ def holding(value: Value, group: Group, users: list[tuple[Group, Use]]) -> Lifet
     producer = next(equation for equation in group.equations if value in equation.outputs)
     spans = [use_span(user, use) for user, use in users]
     used = (min(start for start, _ in spans), max(end for _, end in spans)) if spans else None
+    if used and group.lies_until:
+        used = used[0], max(used[1], group.lies_until)
     start = made_at(group, producer, producer.outputs.index(value))
     if producer.primitive == "scan_carry" and value is producer.outputs[0]:
         return Lifetime(producer.loop, used, stored=False)  # the loop's own buffer, whoever reads it
-    if producer.primitive in _SEEN_THROUGH or group.is_recomputed:
+    if producer.primitive in _SEEN_THROUGH or group.lies_nowhere:
         return Lifetime(None, used, stored=False)
     if used and group.is_fill:
         return Lifetime(None, used, stored=True)

@@ -179,7 +179,7 @@ class Resharding:
     def used_at_least_until(self) -> int:
         """The point up to which a resharded copy is used, whoever of the users reads it; 0 where that is not known."""
         uses = uses_of(self.users)
-        if any(group.is_recomputed for group, _ in uses):
+        if any(group.lies_nowhere for group, _ in uses):
             return 0
         return min((use_span(group, use, group.last_point)[1] for group, use in uses), default=self.used[1])
 
@@ -248,7 +248,7 @@ def relieved(
     lives: dict[int, list[Live]] = defaultdict(list)
     for live in problem.lives:
         lives[live.node].append(live)
-    earliest = [group.point if group.is_recomputed else group.last_point for group in groups]
+    earliest = [group.point if group.lies_nowhere else group.last_point for group in groups]
     for resharding in reshardings:
         node, _ = resharding.wanted
         for (start, end), less in resharding.reliefs(earliest, prices):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,46 @@ def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any
         whole, at = sliced.reshape(count, *shape), 0
     mine = whole.transpose(np.argsort(order))
     return jax.lax.psum(mine, tuple(others)) if others else mine
+
+
+def scatters_second(dimension_numbers: Any, operands: Sequence[jax.Array], dim: int) -> bool:
+    """Whether the first of a product's dims that come from its second operand is scattered, behind other dims.
+
+    >>> x = np.zeros((8, 4))
+    >>> [scatters_second((((0,), (0,)), ((), ())), (x, x), dim) for dim in (0, 1)]
+    [False, True]
+    """
+    ((contracted, _), (batch, _)) = dimension_numbers
+    before = operands[0].ndim - len(contracted) - len(batch)
+    return not batch and 0 < before == dim
+
+
+def scattered_product(
+    params: Mapping[str, Any], operands: Sequence[jax.Array], stages: Sequence[tuple[Any, Any]], others: Sequence[str]
+) -> jax.Array:
+    """This device's slice of a sum of products, sliced along the first dim that comes from the second operand.
+
+    The operands change places, so that the dim is the first. Rows of the product are scattered as they are made then,
+    and only slices are turned. Those of a gradient that is transposed next are not turned at all. XLA for TPU would
+    copy the whole product in its other order, and, of a loop that stacks the slices, the stack.
+
+    Args:
+        params: of the `dot_general`.
+        operands: what this device has of them.
+        stages: as for `reduce_scatter`, as are `others`.
+    """
+    (contracted, batch), (first, second) = params["dimension_numbers"], operands
+    precision = params["precision"]
+    turned = jax.lax.dot_general(
+        second,
+        first,
+        (contracted[::-1], batch[::-1]),
+        precision=precision[::-1] if isinstance(precision, tuple) else precision,
+        preferred_element_type=params["preferred_element_type"],
+    )
+    count = second.ndim - len(contracted[1])  # dims that come from it
+    mine = reduce_scatter(turned, 0, stages, others)
+    return mine.transpose(*range(count, mine.ndim), *range(count))
 
 
 def columns_beside(shape: Sequence[int], dim: int) -> int:

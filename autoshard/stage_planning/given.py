@@ -11,6 +11,13 @@ from autoshard.options import Options
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.user_plan import Plan
 
+# Option -> why it does not go with stages, and what does.
+_INSTEAD = {
+    "pad": "pad= adds rows for the devices of the whole mesh, and a microbatch of a stage has to divide over its own: "
+    "pad the arrays before the call, to a multiple of microbatches times devices of a stage.",
+    "rewrites": "rewrites= is searched for stages that are known: ask for these with pipeline=dict(stages=...).",
+}
+
 
 def check_combination(
     what: str, options: Options, others: Mapping[str, Any], *, heeded: Collection[str], takes_uneven: bool
@@ -38,7 +45,8 @@ def check_combination(
     if options.topology.uneven and not takes_uneven:
         said.append("a topology with uneven devices")
     if said:
-        raise ArgumentError(f"{what} cannot be combined with {', '.join(said)} yet; leave one of them out")
+        why = "".join(f"\n{_INSTEAD[name]}" for name in _INSTEAD if f"{name}=" in said)
+        raise ArgumentError(f"{what} cannot be combined with {', '.join(said)} yet; leave one of them out.{why}")
 
 
 def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str | None) -> None:

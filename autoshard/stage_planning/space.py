@@ -160,7 +160,7 @@ class _UnitPlanner:
             )
         except (ConflictError, FormulatingLate):
             return is_new
-        is_new |= found.loop_bytes > 0 or found.further != 1.0
+        is_new |= found.loop_bytes > 0
         known[microbatches] = found
         return is_new
 
@@ -235,7 +235,7 @@ def planned_space(request: SpaceRequest) -> PlannedSpace | None:
 def _plan_units(planner: _UnitPlanner, shapes: Sequence[SubMeshShape], devices: int) -> None:
     """Plans units on sub-meshes of so many devices in all, in the numbers of microbatches in which they are cut."""
     for shape in shapes:
-        planned = [count for count in planner.cuts if planner.plan_further(shape, count)]
+        planned = [count for count in planner.cuts if planner.plan(shape, count)]
         # Lean plans for one number of microbatches do until one is chosen: with the most, each holds the least.
         stages = max(1, devices // shape.in_row.devices)
         for count in sorted(planned, reverse=True):
@@ -266,8 +266,7 @@ def between_microbatches(known: Mapping[int, UnitCosts], count: int) -> UnitCost
     values = known[many].values * (1 - share) + known[few].values * share
     least = known[many].values * min(1.0, 1 / count / low)
     looped = max(known[many], known[few], key=lambda one: one.loop_bytes)
-    further = known[many].further * (1 - share) + known[few].further * share
-    return replace(looped, values=np.maximum(values, least), further=further)
+    return replace(looped, values=np.maximum(values, least))
 
 
 def microbatch_counts(rows: int, most: int = 512) -> list[int]:

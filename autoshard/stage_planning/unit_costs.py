@@ -23,27 +23,13 @@ from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stage_planning.sub_meshes import SubMeshShape
 from autoshard.stage_search import LayerCosts
 from autoshard.stage_search.tables import Numbers
-from autoshard.stages.programs import LOOP
 from autoshard.stages.units import Unit, Units
 
 FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_bytes", "working_bytes")  # of LayerCosts
-LOOP_FIELDS = FIELDS[: len(LOOP)]  # seconds of one microbatch
-# How many times as fast or slow as alone a unit behind another one is taken to be at most, however they were planned.
-MOST_APART = 1.5
-MOST_TRIPS = 4  # of a loop, planned as one stage
 
 # How well units are planned for tables. The stages that are chosen are planned as any step is, if they fit so.
 _EFFORT: Mapping[str, Any] = {"gap": 0.03, "work": 2.0, "shares": (1.0,)}
 _ALIKE = 1e-3  # units are planned as one if their FLOPs and their parameters differ by no larger share
-
-
-@dataclass(frozen=True)
-class StageOfSeveral:
-    """A stage of several units of one kind, and the stage that is one of them."""
-
-    stage: int
-    units: int  # how many it has
-    one: int  # the other stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +39,7 @@ class UnitCut:
     cut: CutStep
     planned: tuple[int, ...]  # per unit, the stage that is the unit of its kind
     crossing: Numbers  # bytes of one microbatch that cross the cut before each unit, one way; 0 at both ends
-    several: StageOfSeveral | None = None  # units of the most frequent kind
+    pair: tuple[int, int] | None = None  # a stage of two units of the most frequent kind, and that of one
 
     @classmethod
     def of(cls, units: Units, cut_at: Callable[[Sequence[int]], CutStep]) -> UnitCut:
@@ -78,12 +64,11 @@ class UnitCut:
         refusal: StageError | None = None
         several = max(found.values(), key=len)
         tried = set[tuple[int, ...]]()
-        most = (_in_one_loop(units.units, several), 2, 1)
-        for picked, count in itertools.product(dict.fromkeys(zip(*ways, strict=True)), dict.fromkeys(most)):
+        for picked, has_pair in itertools.product(dict.fromkeys(zip(*ways, strict=True)), (True, False)):
             chosen = {kind: numbers[at] for (kind, numbers), at in zip(found.items(), picked, strict=True)}
             ends = {first for number in chosen.values() for first in (number, number + 1)}
-            run = _run(several, set(chosen.values()), count) if count > 1 else None
-            ends |= set() if run is None else {run, run + count}
+            pair = _pair(several, set(chosen.values())) if has_pair else None
+            ends |= set() if pair is None else {pair, pair + 2}
             firsts = tuple(sorted(ends - {0, len(units.units)}))
             if firsts in tried:  # cutting takes long
                 continue
@@ -99,23 +84,14 @@ class UnitCut:
         stage_of = {number: bisect.bisect_right(firsts, number) for number in chosen.values()}
         crossing = [0.0, *(float(unit.crossing_bytes) for unit in units.units[1:]), 0.0]
         planned = tuple(stage_of[chosen[kind]] for kind in kinds)
-        longer = None if run is None else StageOfSeveral(bisect.bisect_right(firsts, run), count, planned[run])
-        return cls(made, planned, np.array(crossing), longer)
+        two = None if pair is None else (bisect.bisect_right(firsts, pair), planned[pair])
+        return cls(made, planned, np.array(crossing), two)
 
 
-def _run(numbers: Sequence[int], apart: Collection[int], count: int) -> int | None:
-    """The first of so many neighbours among units of one kind of which none is a stage by itself, if there are such."""
-    free = {number for number in numbers if number not in apart}
-    return next((one for one in numbers if free.issuperset(range(one, one + count))), None)
-
-
-def _in_one_loop(units: Sequence[Unit], numbers: Sequence[int]) -> int:
-    """How many units of one kind are planned as one stage: more of them where they are trips of one loop.
-
-    A loop is planned as fast whatever its trips, and what its first trips cost beside is spread over more of them.
-    """
-    loops = {units[number].start.equation for number in numbers}
-    return MOST_TRIPS if len(loops) == 1 and len(numbers) > MOST_TRIPS else 2
+def _pair(numbers: Sequence[int], apart: Collection[int]) -> int | None:
+    """The first of two neighbours among units of one kind of which neither is a stage by itself, if there are such."""
+    pairs = (one for one, other in itertools.pairwise(numbers) if other == one + 1)
+    return next((one for one in pairs if one not in apart and one + 1 not in apart), None)
 
 
 def kinds_of(units: Sequence[Unit]) -> list[int]:
@@ -139,12 +115,11 @@ class UnitCosts:
     values: Numbers
     loop_bytes: float = 0.0  # that a stage of several units of a loop works in beside what one of them does
     in_loop: NDArray[np.bool_] | None = None  # which units the loop has
-    further: float = 1.0  # times what it takes alone, a unit of the loop takes behind another one in a stage
 
     def layer_costs(self) -> LayerCosts:
         """The same for the search of stages."""
         figures = dict(zip(FIELDS, self.values, strict=True))
-        return LayerCosts(**figures, loop_bytes=self.loop_bytes, in_loop=self.in_loop, further=self.further)
+        return LayerCosts(**figures, loop_bytes=self.loop_bytes, in_loop=self.in_loop)
 
 
 def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend, until: float = math.inf) -> UnitCosts | None:
@@ -163,24 +138,20 @@ def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend, until: flo
 def with_loops(
     units: UnitCut, shape: SubMeshShape, backend: Backend, costs: UnitCosts, until: float = math.inf
 ) -> UnitCosts:
-    """The same costs with what a stage of several units is found to take, and to work in, beside what one of them does.
+    """The same costs with what a stage of two units is found to work in beside what one of them does.
 
     Raises:
         FormulatingLate: planning has to end, as for `unit_costs`.
     """
-    several = units.several
-    if several is None:
+    if units.pair is None:
         return costs
     where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf, until)
-    found = units.cut.cost(several.stage, where, in_flight=1.0, **_EFFORT)
-    if found is None:
+    two = units.cut.cost(units.pair[0], where, in_flight=1.0, **_EFFORT)
+    if two is None:
         return costs
-    in_loop = np.array(units.planned) == several.one
-    one = dict(zip(FIELDS, costs.values[:, units.planned.index(several.one)].tolist(), strict=True))
-    alone, together = sum(one[name] for name in LOOP_FIELDS), sum(found.seconds[kind] for kind in LOOP)
-    further = (together - alone) / ((several.units - 1) * alone) if alone > 0 else 1.0
-    more = max(0.0, found.working_bytes - one["working_bytes"])
-    return replace(costs, loop_bytes=more, in_loop=in_loop, further=min(max(further, 1 / MOST_APART), MOST_APART))
+    one = costs.values[FIELDS.index("working_bytes"), units.planned.index(units.pair[1])]
+    in_loop = np.array(units.planned) == units.pair[1]
+    return replace(costs, loop_bytes=max(0.0, two.working_bytes - float(one)), in_loop=in_loop)
 
 
 def lean_unit_costs(

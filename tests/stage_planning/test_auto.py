@@ -306,3 +306,10 @@ def test_the_bound_of_the_tables_is_held_against_the_choice_by_the_same_tables(t
     planned = SimpleNamespace(simulated=SimpleNamespace(seconds=1.0))
     chosen = choosing.ChosenPipeline(planned, {}, (), SimpleNamespace(bound=1.5), tabled)
     assert chosen.bound == bound
+
+
+def test_a_batch_that_is_to_be_padded_is_refused_with_what_to_do_instead(mesh):
+    with pytest.raises(
+        ArgumentError, match=r"cannot be combined with pad= yet; leave one of them out\.\n.*pad the arrays"
+    ):
+        autoshard(step, mesh=mesh, pipeline="auto", pad="batch")

@@ -207,6 +207,101 @@ def ragged_depth():
     return trained(loss, weights, {"x": numbers(90, ROWS, 8), "y": numbers(91, ROWS, 8)})
 
 
+def mixture_with_a_shared_embedding():
+    """The two best experts of each token, an embedding that is read at both ends, an average of the weights."""
+    experts = 4
+
+    def mixed(weights, x):
+        shares, chosen = lax.top_k(jax.nn.softmax(x @ weights["router"]), 2)
+        gates = (jax.nn.one_hot(chosen, experts) * shares[..., None]).sum(-2) / shares.sum(-1, keepdims=True)
+        made = jax.nn.gelu(jnp.einsum("btd,edf->btef", x, weights["up"]))
+        return x + jnp.einsum("btef,efd,bte->btd", made, weights["down"], gates)
+
+    def loss(weights, batch, key):
+        x = weights["embedding"][batch["tokens"][:, :-1]]
+        for one in weights["layers"]:
+            x = mixed(one["experts"], attention(one["attention"], x, x, is_causal=True))
+        return cross_entropy(x @ weights["embedding"].T, batch["tokens"][:, 1:])
+
+    def layer_weights(seed):
+        wide = {"up": numbers(seed + 6, experts, WIDTH, 16), "down": numbers(seed + 7, experts, 16, WIDTH)}
+        return {"attention": attention_weights(seed), "experts": {"router": numbers(seed + 5, WIDTH, experts), **wide}}
+
+    weights = {"embedding": numbers(1, VOCABULARY, WIDTH), "layers": [layer_weights(10 * i) for i in range(3)]}
+    optimizer = optax.adam(1e-2, eps=1e-4)
+
+    def step(state, batch, key):
+        value, gradients = jax.value_and_grad(loss)(state["weights"], batch, key)
+        updates, moments = optimizer.update(gradients, state["moments"])
+        made = optax.apply_updates(state["weights"], updates)
+        average = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["average"], made)
+        return {"weights": made, "moments": moments, "average": average}, value
+
+    state = {"weights": weights, "moments": optimizer.init(weights), "average": weights}
+    return step, state, {"tokens": words(2, LENGTH + 1)}
+
+
+def scanned_encoder_decoder():
+    """Two loops over layers, the second of which reads in every turn what the first has made; clipped gradients."""
+
+    def stacked(made):
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *map(made, range(2)))
+
+    def loss(weights, batch, key):
+        def encoded(x, one):
+            return layer(one["mlp"], attention(one["attention"], x, x)), None
+
+        def decoded(x, one):
+            x = attention(one["cross"], attention(one["attention"], x, x, is_causal=True), memory)
+            return layer(one["mlp"], x), None
+
+        memory, _ = lax.scan(encoded, weights["embedding"][batch["source"]], weights["encoder"])
+        x, _ = lax.scan(decoded, weights["embedding"][batch["target"][:, :-1]], weights["decoder"])
+        return cross_entropy(x @ weights["head"], batch["target"][:, 1:])
+
+    def block(seed, *names):
+        return {"mlp": weights_of_layer(seed)} | {name: attention_weights(seed + len(name)) for name in names}
+
+    weights = {
+        "embedding": numbers(1, VOCABULARY, WIDTH),
+        "head": numbers(2, WIDTH, VOCABULARY),
+        "encoder": stacked(lambda i: block(20 * i, "attention")),
+        "decoder": stacked(lambda i: block(20 * i + 50, "attention", "cross")),
+    }
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-4))
+    return trained(loss, weights, {"source": words(3), "target": words(4, LENGTH + 1)}, optimizer)
+
+
+def two_losses():
+    """A generator and a discriminator, each with a gradient of its own through both."""
+
+    def made(weights, x):
+        for one in weights:
+            x = layer(one, x)
+        return x
+
+    def judged(weights, x):
+        return made(weights["layers"], x) @ weights["head"]
+
+    def step(state, batch, key):
+        noise = jax.random.normal(key, batch["x"].shape)
+
+        def of_judge(weights):
+            right = jax.nn.softplus(-judged(weights, batch["x"]))
+            return jnp.mean(right + jax.nn.softplus(judged(weights, lax.stop_gradient(made(state["maker"], noise)))))
+
+        def of_maker(weights):
+            return jnp.mean(jax.nn.softplus(-judged(state["judge"], made(weights, noise))))
+
+        losses, gradients = {}, {}
+        for name, loss in (("judge", of_judge), ("maker", of_maker)):
+            losses[name], gradients[name] = jax.value_and_grad(loss)(state[name])
+        return jax.tree.map(lambda w, g: w - 0.05 * g, state, gradients), losses["judge"] + losses["maker"]
+
+    judge = {"layers": [weights_of_layer(i) for i in (20, 30)], "head": numbers(9, WIDTH, 1)}
+    return step, {"judge": judge, "maker": [weights_of_layer(i) for i in (0, 10)]}, {"x": numbers(5, ROWS, WIDTH)}
+
+
 def low_rank_adapters():
     """A frozen model of which small adapters are trained."""
     loss, frozen, batch = language_model()
@@ -242,7 +337,10 @@ RECIPES = {
     "conv unet": conv_unet,
     "dropout in every layer": dropout_in_every_layer,
     "encoder decoder": encoder_decoder,
+    "mixture with a shared embedding": mixture_with_a_shared_embedding,
     "ragged depth": ragged_depth,
     "scaled loss": scaled_loss,
+    "scanned encoder decoder": scanned_encoder_decoder,
+    "two losses": two_losses,
     "vision transformer": vision_transformer,
 }

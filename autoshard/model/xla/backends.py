@@ -142,7 +142,12 @@ V5E = Backend(
     combining=Combining(below_bytes=2**26),
     convolutions=Convolutions(copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7), lone_cycles=2.1),
     fourier_products=FourierProducts(passes=6, side=128, memory_passes=2.5),
-    fusion=Fusion(takes_in=_LOOPS | {"conv_general_dilated", "dot_general"}, taken_in=_SLICES, sinks_broadcasts=True),
+    fusion=Fusion(
+        takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
+        taken_in=_SLICES,
+        sinks_broadcasts=True,
+        stores_softmaxes=True,
+    ),
     gathers=Gathers(several_dims_at_once=True, copies_results=True, summed_up_to_bytes=2**24),
     loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
         bytes=6 * 2**24, keeps_sums=True, rounding_share=0.36

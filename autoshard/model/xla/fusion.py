@@ -40,6 +40,9 @@ _MOST_OPERANDS = 3
 # Steps of work on parts of what the last step made that GPUs do again, as those of an associative scan: all of one of
 # 40 elements, forth or back. Source: scans and their gradients compiled for H100.
 _MOST_SCAN_STEPS = 12
+# Batch dims of a product whose softmax TPUs store: with groups of microbatches there are three. Source: attention
+# compiled for v5e:2x4 with one, two and four microbatches.
+_MOST_BATCH_DIMS = 2
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Fusion:
     stores_keys: bool = False  # keys that are made of many others are stored, whoever reads them
     reduces_apart_from: int = 0  # elements that one is made of; of fewer, readers do a reduction again
     normalises: bool = False  # softmaxes and norms of rows are one operation, whose result is stored
+    stores_softmaxes: bool = False  # what softmaxes of products and their gradients are made of is stored, too
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Recomputation:
 
     folded: Sequence[bool]
     repeated: Sequence[bool]
+    lying: Sequence[int | None]  # `Group.lies_until`
     sunk: Sequence[bool]
     normalising: Set[int]  # by index: `Group.is_normalising`
 
@@ -75,6 +80,7 @@ def recomputation(
     stored: Set[int],
     backend: Backend,
     axes: Collection[int] = (),
+    points: Sequence[int] = (),
 ) -> Recomputation:
     """What is computed again instead of stored.
 
@@ -85,6 +91,7 @@ def recomputation(
         stored: values that are stored, whoever reads them.
         backend: the compiler.
         axes: the sizes of the mesh's axes.
+        points: `Group.point` of each group.
     """
     stored = stored | _guarded(program, groups)
     rows = normalisations(groups, users) if backend.fusion.normalises else Normalisations()
@@ -123,7 +130,9 @@ def recomputation(
             count = max((steps.get(use.value.id, 0) for use in group.uses), default=0)
         steps.update((made.value.id, count * repeated[-1]) for made in group.outputs)
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
-    return Recomputation(folded, repeated, sunk, rows.inside)
+    softmaxes = backend.fusion.stores_softmaxes
+    lying = _in_softmaxes(groups, users, repeated, points) if softmaxes else [None] * len(groups)
+    return Recomputation(folded, repeated, lying, sunk, rows.inside)
 
 
 def scattered_values(program: Program, readers: Mapping[int, Sequence[tuple[Equation, int]]]) -> frozenset[int]:
@@ -329,8 +338,76 @@ def _makes_keys_of_many(equation: Equation) -> bool:
     return equation.primitive in _MAKES_KEYS and math.prod(equation.inputs[0].shape) > 1
 
 
-def _is_normalised(group: Group, users: Sequence[Group]) -> bool:
-    """Whether it is dear, and read by what sums it up and by what divides it by the sum: a softmax."""
+def _in_softmaxes(
+    groups: Sequence[Group],
+    users: Sequence[Sequence[Group]],
+    repeated: Sequence[bool],
+    points: Sequence[int],
+) -> list[int | None]:
+    """`Group.lies_until` of each group; for arguments see `recomputation`.
+
+    Of a softmax of a product XLA for TPU stores what is exponentiated, in its own bits, although it is exponentiated
+    again in every reader. It stores the gradient that two products read. If that gradient is made of no product of the
+    softmax, as behind `jax.checkpoint`, one operation makes the gradient and the softmax, and both are stored. Where
+    the product is transposed before the softmax, or has more batch dims than samples and heads, it stores the product,
+    and computes all that comes after it again.
+    """
+    lying: list[int | None] = [None] * len(groups)
+    apart: set[int] = set()  # values that are made elementwise of such a product
+    exponents: dict[int, Group] = {}  # what is exponentiated -> the group that does
+    for group in groups:
+        if group.contracts and _batch_dims(group.equations[0]) > _MOST_BATCH_DIMS:
+            apart.update(made.value.id for made in group.outputs)
+        if not group.fuses or not group.outputs:
+            continue
+        size = math.prod(group.outputs[0].value.shape)
+        wide = [use.value for use in group.uses if math.prod(use.value.shape) == size]
+        turned = any(equation.primitive == "transpose" for equation in group.equations)
+        if turned or any(value.id in apart for value in wide):
+            apart.update(one.value.id for one in group.outputs)
+        elif repeated[group.index] and _is_normalised(group, users[group.index], and_read_again=True):
+            lying[group.index] = 0
+            exponents.update((one.value.id, group) for one in group.outputs)
+        elif repeated[group.index] and len(wide) > 1 and _products(group, users, 2):
+            softmax = next((exponents[value.id] for value in wide if value.id in exponents), None)
+            if softmax is not None:
+                lying[group.index] = 0
+                for one in users[softmax.index]:
+                    if repeated[one.index] and lying[one.index] is None and _waits_for(one, group, users):
+                        lying[one.index] = points[group.index] + 1
+    return lying
+
+
+def _products(group: Group, users: Sequence[Sequence[Group]], least: int = 1) -> list[Group]:
+    """The products that read what a group makes, if there are so many."""
+    found = {user.index: user for user in users[group.index] if user.contracts}
+    return list(found.values()) if len(found) >= least else []
+
+
+def _waits_for(group: Group, gradient: Group, users: Sequence[Sequence[Group]]) -> bool:
+    """Whether products read what a group makes, and nothing is made of them that a gradient is made of."""
+    ahead = _products(group, users) if group is not gradient and group.fuses else []
+    seen = {one.index for one in ahead}
+    while ahead:
+        for user in users[ahead.pop().index]:
+            if user is gradient:
+                return False
+            if user.index < gradient.index and user.index not in seen:
+                seen.add(user.index)
+                ahead.append(user)
+    return bool(seen)
+
+
+def _batch_dims(equation: Equation) -> int:
+    return len(equation.params["dimension_numbers"][1][0]) if equation.primitive == "dot_general" else 0
+
+
+def _is_normalised(group: Group, users: Sequence[Group], *, and_read_again: bool = False) -> bool:
+    """Whether it is dear, and read by what sums it up and by what divides it by the sum: a softmax.
+
+    Args:
+        and_read_again: whether others may read it, too.
+    """
     if not any(_is_dear(equation) for equation in group.equations):
         return False
     wide = math.prod(group.outputs[0].value.shape)
@@ -339,4 +416,8 @@ def _is_normalised(group: Group, users: Sequence[Group]) -> bool:
         for user in users
         if user.fuses
     ]
-    return bool(divided) and all(divided) and any(user.reduction and not user.contracts for user in users)
+    return (
+        any(divided)
+        and (and_read_again or all(divided))
+        and any(user.reduction and not user.contracts for user in users)
+    )

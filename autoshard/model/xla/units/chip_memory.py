@@ -24,7 +24,7 @@ _CROWDED = 4.0  # times the room of all devices: of so much or more, what lies i
 
 
 def kept_between(program: Program, groups: Sequence[Group], room: float) -> dict[int, int]:
-    """What can stay in the chip outside of loops -> the most bytes of all that can at one time while it is there.
+    """What can stay in the chip for its readers -> the most bytes of all that can at one time while it is there.
 
     What is needed again soon is kept before what lies for long. So what a layer hands on counts alike in every layer,
     however much the layers before it have left for their backward pass.
@@ -47,7 +47,7 @@ def kept_between(program: Program, groups: Sequence[Group], room: float) -> dict
         if group.is_boundary or group.is_recomputed:
             continue
         for value in (made.value for made in group.outputs):
-            if value.trips == 1 and value.id not in outside and value.id in last:
+            if value.id not in outside and value.id in last:
                 lives[value.id] = group.point, max(group.point, last[value.id]), value.bytes
     together = zip(lives, _most_at_once(list(lives.values())), strict=True)
     return {value: most for value, most in together if 0 < most < _CROWDED * room}
