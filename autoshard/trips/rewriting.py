@@ -42,9 +42,15 @@ class ShareableLoops:
         jaxpr = plain.jaxpr.replace(eqns=made, debug_info=plain.jaxpr.debug_info)
         return cls(tuple(found.values()), ClosedJaxpr(jaxpr, plain.consts))
 
-    def are_divided_by(self, mesh: Mapping[str, int]) -> bool:
-        """Whether an axis of a mesh divides the trips of some loop."""
-        return any(loop.length % size == 0 for loop in self.loops for size in mesh.values() if size > 1)
+    def are_shareable(self, mesh: Mapping[str, int], memory: float) -> bool:
+        """Whether devices can share out the trips of some loop.
+
+        Args:
+            mesh: axis -> devices. An axis has to divide the trips.
+            memory: bytes per device, into which each loop's arrays have to fit that are whole then.
+        """
+        fit = all(loop.whole_bytes <= memory for loop in self.loops)
+        return fit and any(loop.length % size == 0 for loop in self.loops for size in mesh.values() if size > 1)
 
     @property
     def remark(self) -> str:

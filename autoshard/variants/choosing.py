@@ -68,7 +68,7 @@ class Wishes:
     def shares_trips(self, variants: StepVariants, variant: Variant) -> bool:
         """Whether devices can share out the trips of some loop."""
         found = variants.shareable(variant)
-        return found is not None and found.are_divided_by(self.mesh)
+        return found is not None and found.are_shareable(self.mesh, self.memory)
 
     def sizes(self, variants: StepVariants, variant: Variant) -> tuple[int, ...]:
         """The sizes of stacks to choose from."""

@@ -170,6 +170,14 @@ def test_trips_that_no_axis_divides_and_loops_that_are_little_work_stay():
     assert not loops(lambda w, x, y: (mapped(w, x[:2]), y @ y @ y), W, X, large)
 
 
+def test_loops_whose_arrays_do_not_fit_whole_stay():
+    found = ShareableLoops.of(jax.make_jaxpr(accumulated)(W, X), slow_chips(MESH))
+    whole = 2 * W.nbytes + 4  # the weights, and sums of their gradients and of the loss
+    assert found.are_shareable(MESH, whole)
+    assert not found.are_shareable(MESH, whole - 1)
+    assert not found.are_shareable({"data": 3}, whole)
+
+
 def test_a_carry_taken_for_a_sum_is_caught(monkeypatch):
     """A product with each row before it would be lost."""
 
