@@ -295,7 +295,7 @@ class _Run:
         def on_one_device(*local: Any) -> list[Any]:
             if shards.scatter and name == "dot_general":
                 dim, *how = shards.scatter
-                if scatters_second(eqn.params["dimension_numbers"], local, dim):
+                if scatters_second(eqn.params["dimension_numbers"], local[0].ndim, dim):
                     return [scattered_product(eqn.params | shards.params, local, *how)]
             if shards.looked_up:
                 partial = [local_lookup(eqn, local, shards.looked_up, shards.params["slice_sizes"])]

@@ -147,7 +147,7 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
             return _folded(local, operands, split.reduced)
         if scatter is not None and equation.primitive == "dot_general":
             numbers = local.params["dimension_numbers"]
-            if scatters_second(numbers, operands, scatter.dim):
+            if scatters_second(numbers, operands[0].ndim, scatter.dim):
                 return [scattered_product(local.params, operands, scatter.stages, scatter.others)]
         if is_lookup(equation) and split.reduced:
             partial = [local_lookup(eqn, operands, split.looked_up, local.params["slice_sizes"])]

@@ -44,6 +44,7 @@ from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.units.scalar_unit import numbers_of_value, scratch_numbers
+from autoshard.operations.reduce_scatter import scatters_second
 from autoshard.program import Equation, Value
 from autoshard.propagation.rules.windows import STENCIL
 
@@ -176,10 +177,24 @@ class HeldOutput:
 
     @property
     def scatters_inside(self) -> np.ndarray:
-        """Per strategy, whether a sum is reduced and scattered along another dim than the first."""
+        """Per strategy, whether a sum is reduced and scattered along another dim than the first that is made.
+
+        Products that are scattered along dims of their second operand are made with that dim first.
+        """
+        product, made = self.group.equations[0], self.group.outputs[0].value
+        is_product = product.primitive == "dot_general" and made in product.outputs
+
+        def is_first(dim: int) -> bool:
+            numbers = product.params["dimension_numbers"] if is_product else None
+            return dim == 0 or (is_product and scatters_second(numbers, len(product.inputs[0].shape), dim))
+
         ends = [[one for one in strategy.finishes if one.kind == REDUCE_SCATTER] for strategy in self.strategies]
         inner = [
-            any({*one.axes} & {*axes} for one in found for axes in strategy.output_layouts[one.output][1:])
+            any(
+                {*one.axes} & {*axes} and not is_first(dim)
+                for one in found
+                for dim, axes in enumerate(strategy.output_layouts[one.output])
+            )
             for found, strategy in zip(ends, self.strategies, strict=True)
         ]
         return np.array(inner, bool)

@@ -59,15 +59,19 @@ def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any
     return jax.lax.psum(mine, tuple(others)) if others else mine
 
 
-def scatters_second(dimension_numbers: Any, operands: Sequence[jax.Array], dim: int) -> bool:
+def scatters_second(dimension_numbers: Any, rank: int, dim: int) -> bool:
     """Whether the first of a product's dims that come from its second operand is scattered, behind other dims.
 
-    >>> x = np.zeros((8, 4))
-    >>> [scatters_second((((0,), (0,)), ((), ())), (x, x), dim) for dim in (0, 1)]
+    Args:
+        dimension_numbers: of the `dot_general`.
+        rank: of its first operand.
+        dim: of its result, which is scattered.
+
+    >>> [scatters_second((((0,), (0,)), ((), ())), 2, dim) for dim in (0, 1)]
     [False, True]
     """
     ((contracted, _), (batch, _)) = dimension_numbers
-    before = operands[0].ndim - len(contracted) - len(batch)
+    before: int = rank - len(contracted) - len(batch)
     return not batch and 0 < before == dim
 
 

@@ -40,14 +40,27 @@ def test_gathered_columns_are_turned(monkeypatch):
     assert_low_without(monkeypatch, Resharding, "_pieces_transposed", lambda *_: math.inf, made)
 
 
-def test_sums_scattered_along_columns_are_turned(monkeypatch):
-    def layers(x, weights):
-        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0]
+def scattered_layers(layer, weights):
+    """A plan of layers in a loop, each of which ends in sums that are scattered along their last dim."""
+    free = replace(slow_chips(AXES), links={"x": Link(latency=0.0, bandwidth=1e15)})
+    fixed = {"x": COLUMNS, "weights": jax.P(None, "x")}
 
+    def layers(x, weights):
+        return jax.lax.scan(lambda h, w: (layer(h, w), None), x, weights)[0]
+
+    return autoshard.plan(layers, f32(1024, 128), weights, mesh=mesh_of(AXES), topology=free, fixed=fixed)
+
+
+def test_sums_scattered_along_inner_dims_are_turned(monkeypatch):
     def made():
-        free = replace(slow_chips(AXES), links={"x": Link(latency=0.0, bandwidth=1e15)})
-        fixed = {"x": COLUMNS, "weights": COLUMNS}
-        return autoshard.plan(layers, f32(1024, 128), f32(3, 128, 128), mesh=mesh_of(AXES), topology=free, fixed=fixed)
+        return scattered_layers(lambda h, w: jnp.tanh(jnp.einsum("rk,kmn->rmn", h, w)).sum(1), f32(3, 128, 2, 128))
 
     nothing = property(lambda output: np.zeros(len(output.strategies), bool))
     assert_low_without(monkeypatch, HeldOutput, "scatters_inside", nothing, made)
+
+
+def test_sums_of_products_are_made_with_the_scattered_dim_first():
+    found = scattered_layers(lambda h, w: jnp.tanh(h @ w), f32(3, 128, 128)).verify()
+    assert found.collectives_agree, str(found)
+    assert any(kind == "reduce_scatter" for kind, _ in found.actual)
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.2)
