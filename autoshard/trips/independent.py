@@ -79,7 +79,7 @@ class IndependentTrips:
     @classmethod
     def of(cls, eqn: JaxprEqn) -> IndependentTrips | None:
         """The scan that an equation is; None if it is none, or a trip needs another one."""
-        if eqn.primitive.name != "scan" or eqn.effects or not _may_move(eqn):
+        if eqn.primitive.name != "scan" or not _may_move(eqn):
             return None
         body = opened(eqn.params["jaxpr"])
         if any(math.prod(jnp.shape(const)) > 1 for const in body.consts):

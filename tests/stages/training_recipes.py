@@ -143,10 +143,8 @@ def clipped_with_a_schedule():
     return trained(loss, weights, batch, optimizer)
 
 
-def averaged():
-    """An exponential average of the weights beside them, and their norm among the results."""
-    loss, weights, batch = language_model()
-    optimizer = optax.sgd(0.1, momentum=0.9)
+def with_average(loss, weights, batch, optimizer):
+    """A training step that keeps an exponential average of the weights beside them."""
 
     def step(state, batch, key):
         value, gradients = jax.value_and_grad(loss)(state["weights"], batch, key)
@@ -156,6 +154,11 @@ def averaged():
         return {"weights": made, "moments": moments, "average": average}, value
 
     return step, {"weights": weights, "moments": optimizer.init(weights), "average": weights}, batch
+
+
+def averaged():
+    loss, weights, batch = language_model()
+    return with_average(loss, weights, batch, optax.sgd(0.1, momentum=0.9))
 
 
 def scaled_loss():
@@ -228,17 +231,7 @@ def mixture_with_a_shared_embedding():
         return {"attention": attention_weights(seed), "experts": {"router": numbers(seed + 5, WIDTH, experts), **wide}}
 
     weights = {"embedding": numbers(1, VOCABULARY, WIDTH), "layers": [layer_weights(10 * i) for i in range(3)]}
-    optimizer = optax.adam(1e-2, eps=1e-4)
-
-    def step(state, batch, key):
-        value, gradients = jax.value_and_grad(loss)(state["weights"], batch, key)
-        updates, moments = optimizer.update(gradients, state["moments"])
-        made = optax.apply_updates(state["weights"], updates)
-        average = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state["average"], made)
-        return {"weights": made, "moments": moments, "average": average}, value
-
-    state = {"weights": weights, "moments": optimizer.init(weights), "average": weights}
-    return step, state, {"tokens": words(2, LENGTH + 1)}
+    return with_average(loss, weights, {"tokens": words(2, LENGTH + 1)}, optax.adam(1e-2, eps=1e-4))
 
 
 def scanned_encoder_decoder():
