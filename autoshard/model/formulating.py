@@ -458,6 +458,7 @@ class _Formulator:
             self.costs.append(np.zeros(1))
             self.names.append(TABLES)
             self.lives.append(Live(node, 0, self.end, np.array([float(held)])))
+            self.heap.tables.append(self.lives[-1])
 
     def _hold(self, held: Iterable[HeldBytes]) -> None:
         """Counts what terms of memory hold; temporaries with the gaps between them."""

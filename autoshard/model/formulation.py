@@ -150,12 +150,16 @@ class Formulation:
         """The temporaries that lie in the chip's own memory, or where results will: whichever leaves the lower peak."""
         in_results = self.lying_in_results(choice)
         in_place = Elsewhere(in_results, self._sum(in_results, choice))
-        if not self.heap.on_chip or not (room := self.prices.backend.on_chip_bytes):
+        if not (self.heap.on_chip or self.heap.tables) or not (room := self.prices.backend.on_chip_bytes):
             return in_place
         small = [live for live in self.heap.on_chip if live.usage[choice[live.node]] <= room]
         held = self._sum(small, choice) + self._in_use_by_reshardings(choice)
+        all_fit = len(small) == len(self.heap.on_chip) and held.max() <= room
+        absent = self.heap.tables if all_fit and self.heap.is_outside_empty(choice) else []
         on_chip = Elsewhere(
-            small, np.minimum(held, room), np.divide(room, held, out=np.ones_like(held), where=held > room)
+            [*small, *absent],
+            np.minimum(held, room) + self._sum(absent, choice),
+            np.divide(room, held, out=np.ones_like(held), where=held > room),
         )
         in_use = self.in_use(choice)
         return min(on_chip, in_place, key=lambda one: float((in_use - one.bytes).max()))

@@ -43,7 +43,7 @@ from autoshard.model.workspaces import (
 from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
-from autoshard.model.xla.units.scalar_unit import numbers_of_value, scratch_numbers
+from autoshard.model.xla.units.scalar_unit import numbers_of_value
 from autoshard.operations.reduce_scatter import scatters_second
 from autoshard.program import Equation, Value
 from autoshard.propagation.rules.windows import STENCIL
@@ -403,8 +403,7 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
         known = known_keys(group)
         drawn = (one for one in group.equations if not one.inputs or id(one.inputs[0]) not in known)
-        numbers = sum(numbers_of(name, one, is_result=bool(output.returns)) for one in drawn)
-        if numbers := numbers + scratch_numbers(group):
+        if numbers := sum(numbers_of(name, one, is_result=bool(output.returns)) for one in drawn):
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
 

@@ -386,7 +386,7 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         **dict.fromkeys(_CALLBACKS, 4),  # what is sent and received
         "cholesky": 2,
         "eigh": 5,
-        "coo_fromdense": 2,
+        **dict.fromkeys(("coo_fromdense", "csr_fromdense"), 1),
         "coo_matmat": 4,
         "csr_matvec": 4,
         "lu_pivots_to_permutation": 8,

@@ -27,12 +27,18 @@ class Heap:
 
     room_in_results: RoomInResults = field(default_factory=RoomInResults)
     on_chip: list[Live] = field(default_factory=list)  # temporaries that the chip's own memory may hold
+    outside: list[Live] = field(default_factory=list)  # temporaries that it never holds
+    tables: list[Live] = field(default_factory=list)  # there only if something lies outside (`result_tables.py`)
 
     def add(self, live: Live, held: HeldBytes) -> None:
         """Notes a life of the problem by what it holds."""
         if held.in_heap and held.is_one_buffer:
             self.room_in_results.temporaries.append(live)
-        if held.in_heap and held.may_be_on_chip:
-            self.on_chip.append(live)
+        if held.in_heap:
+            (self.on_chip if held.may_be_on_chip else self.outside).append(live)
         if held.written_at is not None:
             self.room_in_results.results.append(ResultBuffer(live, held.written_at))
+
+    def is_outside_empty(self, choice: Sequence[int]) -> bool:
+        """Whether a choice leaves no temporary but such as the chip's own memory may hold."""
+        return not any(live.usage[choice[live.node]] for live in self.outside)

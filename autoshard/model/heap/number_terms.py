@@ -15,7 +15,6 @@ import numpy as np
 from autoshard.layout import local_shape
 from autoshard.model.lifetimes import around, use_span
 from autoshard.model.memory_terms import HeldArgument, HeldBytes, HeldOutput, of_arguments, of_outputs
-from autoshard.model.xla.units.scalar_unit import sums_in_memory
 from autoshard.primitives import facts_of
 
 
@@ -47,6 +46,3 @@ def split_numbers(output: HeldOutput) -> Iterator[HeldBytes]:
     layouts = (strategy.output_layouts[which] for strategy in output.strategies)
     is_number = np.array([math.prod(local_shape(value.shape, layout, prices.mesh)) == 1 for layout in layouts])
     yield HeldBytes(output.node, (group.point, used[1]), number_bytes * is_number, may_be_on_chip=False)
-    if sums_in_memory(group.equations[0]):
-        span = group.point, group.point + 1
-        yield HeldBytes(output.node, span, number_bytes * is_number, may_be_on_chip=False)

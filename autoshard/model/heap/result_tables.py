@@ -3,14 +3,15 @@
 Every temporary in the memory of a TPU starts at a multiple of `Backend.number_bytes`. An operation that makes a tuple
 has a temporary with the addresses of its parts, and no two tuples ever share one. Three kinds make tuples: fused
 operations with several results, and the copies that fetch arguments into the chip's own memory and take results out of
-it, which hand on a semaphore. So a step of few bytes and many arrays holds mostly tables.
+it, which hand on a semaphore. So a step of few bytes and many arrays holds mostly tables. A program of which all other
+temporaries lie in the chip's own memory has no tables (`Formulation.elsewhere`).
 
 An argument is fetched while other work runs, once, if the chip's own memory holds a shard, and a result is taken out
-while other work runs. So a copy counts only where enough operations run before an argument's first use, or after a
-result is made: programs of few operations have no tables. Numbers are no such arrays.
+while other work runs. So a copy counts only where operations run before an argument's last use, or enough of them after
+a result is made. Numbers are no such arrays.
 
-Source: buffers of training steps compiled for v5e:2x4 and v5p:2x2x2. `tests/model/xla/test_result_tables.py` compiles
-some.
+Source: buffers of training steps compiled for v5e:2x4 and v5p:2x2x2, and of programs of few operations for v5e:2x4.
+`tests/model/xla/test_result_tables.py` compiles some.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoshard.model.groups import Group
 from autoshard.model.memory_terms import HeldArgument, HeldOutput
 from autoshard.model.xla.backends import Backend
+from autoshard.primitives import facts_of
 
-_OPERATIONS_BESIDE = 4  # that a copy runs beside at least
+_BEFORE_FETCHED = 1  # operations at least that run before the last use of an argument that is fetched
+_AFTER_MADE = 2  # operations at least that run after a result is made that is taken out of the chip
 TABLES = "tables of operations with several results"  # what the node that holds them is called
 
 
@@ -34,8 +38,8 @@ class ResultTables:
 
     backend: Backend
     devices: int
-    used: list[int] = field(default_factory=list)  # program points of the first uses of arguments
-    made: list[int] = field(default_factory=list)  # program points at which results are made
+    used: list[Sequence[Group]] = field(default_factory=list)  # per argument that fits the chip, who uses it
+    made: list[Group] = field(default_factory=list)  # of each result
     stored: Counter[int] = field(default_factory=Counter)  # index of a group -> arrays that it makes
     groups: dict[int, Group] = field(default_factory=dict)  # such groups, by their indices
 
@@ -43,7 +47,7 @@ class ResultTables:
         """Notes the copy that fetches it."""
         fits = argument.value.bytes <= self.backend.on_chip_bytes * self.devices
         if fits and argument.uses and math.prod(argument.value.shape) > 1:
-            self.used.append(min(group.point for group, _ in argument.uses))
+            self.used.append([group for group, _ in argument.uses])
 
     def add_output(self, output: HeldOutput) -> None:
         """Notes the copy that takes it out, if it is a result, and the table of its group."""
@@ -51,17 +55,46 @@ class ResultTables:
         if not (output.is_stored or output.has_buffer) or group.is_boundary or group.is_idle:
             return
         if output.has_buffer and math.prod(output.value.shape) > 1:
-            self.made.append(group.point)
+            self.made.append(group)
         self.stored[group.index] += 1
         self.groups[group.index] = group
 
     @property
     def bytes(self) -> int:
         """Of all tables."""
-        order = sorted(group.point for group in self.groups.values())
-        if not self.backend.number_bytes or len(order) <= _OPERATIONS_BESIDE:
+        if not self.backend.number_bytes:
             return 0
-        fetched = sum(bisect.bisect_left(order, point) >= _OPERATIONS_BESIDE for point in self.used)
-        taken_out = sum(len(order) - bisect.bisect_right(order, point) >= _OPERATIONS_BESIDE for point in self.made)
-        several = sum(self.stored[index] > 1 or group.runs_beside for index, group in self.groups.items())
+        operation_of = self._operations()
+        order = sorted(set(operation_of.values()))
+
+        def before(group: Group) -> int:
+            """How many operations begin before that of a group."""
+            return bisect.bisect_left(order, operation_of.get(group.index, (group.point, 0)))
+
+        fetched = sum(max(map(before, users)) >= _BEFORE_FETCHED for users in self.used)
+        taken_out = sum(len(order) - 1 - before(group) >= _AFTER_MADE for group in self.made)
+        arrays = Counter[tuple[int, int]]()
+        for index, operation in operation_of.items():
+            arrays[operation] += self.stored[index] + self.groups[index].runs_beside
+        several = sum(count > 1 for count in arrays.values())
         return self.backend.number_bytes * (fetched + taken_out + several)
+
+    def _operations(self) -> dict[int, tuple[int, int]]:
+        """Index of a group that stores something -> the point and index of the first group of its operation.
+
+        XLA makes one operation of groups that loop over the same operands alike.
+        """
+        first: dict[tuple, tuple[int, int]] = {}
+        found: dict[int, tuple[int, int]] = {}
+        for index, group in sorted(self.groups.items(), key=lambda item: item[1].point):
+            alike: tuple = (index,)
+            if _is_loop(group) and not group.reads_numbers:
+                operands = frozenset(use.value.id for use in group.uses)
+                alike = group.trips, group.outputs[0].value.shape, operands
+            found[index] = first.setdefault(alike, (group.point, index))
+        return found
+
+
+def _is_loop(group: Group) -> bool:
+    """Whether its operation goes over what it makes element by element."""
+    return group.fuses or facts_of(group.equations[0].primitive).is_loop

@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.model.heap.heap import Heap
 from autoshard.model.heap.result_tables import TABLES, ResultTables
 
 pytest.importorskip("libtpu")
@@ -120,3 +121,34 @@ def test_what_reads_arguments_alone_has_none():
     array = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     plan = autoshard.evaluate(jnp.sin, array, in_shardings=(P(),), out_shardings=P(), mesh=mesh, topology="v5e:2x4")
     assert plan.predicted.peak_bytes == 2 * 256 * 256 * 4
+
+
+FEW_OPERATIONS = {  # function of one small array
+    "a sum": jnp.sum,
+    "sums side by side": lambda x: (x.sum(), x.max()),
+    "a scaled sum": lambda x: (x * x).mean(),
+    "an array scaled by a sum": lambda x: x / jnp.sqrt((x * x).sum()),
+    "the place of the largest of each row": lambda x: x.argmax(1),
+    "temporaries that lie in the chip": lambda x: jnp.cumsum(jnp.cumsum(x, 0) @ x.T, 0) @ x,
+}
+
+
+def of_one_array(fn):
+    array = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    whole = jax.tree.map(lambda _: P(), jax.eval_shape(fn, array))
+    return autoshard.evaluate(fn, array, in_shardings=(P(),), out_shardings=whole, mesh=mesh, topology="v5e:2x4")
+
+
+@pytest.mark.parametrize("name", FEW_OPERATIONS)
+def test_peaks_of_few_operations(name):
+    found = of_one_array(FEW_OPERATIONS[name]).verify(target="v5e:2x4")
+    assert found.predicted_peak == pytest.approx(found.actual_peak, abs=4096), str(found)
+
+
+def test_tables_of_what_lies_in_the_chip_are_caught(monkeypatch):
+    """Where they would be counted though nothing else lies outside the chip's own memory."""
+    fn = FEW_OPERATIONS["temporaries that lie in the chip"]
+    without = of_one_array(fn).predicted.peak_bytes
+    monkeypatch.setattr(Heap, "is_outside_empty", lambda heap, choice: False)
+    assert of_one_array(fn).predicted.peak_bytes >= without + 2**14

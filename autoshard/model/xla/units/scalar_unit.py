@@ -18,11 +18,9 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value
 
 _ENTERS_LOOPS = frozenset({"scan_carry", "scan_const"})
-_SUMMED_IN_MEMORY = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
 _WORD_BYTES = 4  # of a key
 
 
@@ -72,16 +70,6 @@ def numbers_in_registers(program: Program) -> frozenset[int]:
 def numbers_of_value(value: Value, *, is_carried: bool) -> int:
     """How many numbers a value of one element is in memory, where a loop carries it or elsewhere."""
     return (value.itemsize // _WORD_BYTES if _is_key(value) else 1) * (1 + is_carried)
-
-
-def scratch_numbers(group: Group) -> int:
-    """The numbers that reductions to numbers take beside these while they run."""
-    return sum(sums_in_memory(one) and _is_number(one.outputs[0]) for one in group.equations)
-
-
-def sums_in_memory(equation: Equation) -> bool:
-    """Whether it is a reduction that takes as much again as it makes while it runs, if it makes a number."""
-    return equation.primitive in _SUMMED_IN_MEMORY
 
 
 def _made_of_memory(equations: Iterable[Equation], registers: set[int]) -> set[int]:
