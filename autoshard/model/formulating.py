@@ -453,10 +453,11 @@ class _Formulator:
 
     def _add_tables(self) -> None:
         """A node without a choice, which holds the tables of operations with several results."""
-        if self.counts_memory and (held := self.tables.bytes):
+        if self.backend.number_bytes:  # whatever is counted: a choice for one formulation is one for another
             node = len(self.costs)
             self.costs.append(np.zeros(1))
             self.names.append(TABLES)
+            held = self.tables.bytes if self.counts_memory else 0
             self.lives.append(Live(node, 0, self.end, np.array([float(held)])))
             self.heap.tables.append(self.lives[-1])
 

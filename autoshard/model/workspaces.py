@@ -423,6 +423,11 @@ def known_keys(group: Group) -> set[int]:
     return {id(one.outputs[0]) for one in seeded if not any(isinstance(value, Value) for value in one.inputs)}
 
 
+def is_counted(backend: str, equation: Equation) -> bool:
+    """Whether what an operation has outside a chip's own memory was counted in compiled programs, its operands too."""
+    return equation.primitive in _SCALARS.get(backend, {}) or (backend == "tpu" and is_loop_over_rows(equation))
+
+
 def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> int:
     """Numbers that an operation of XLA for TPU works with and puts into memory: flags, counters, the words of a key.
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from autoshard.model.groups import Group
 from autoshard.model.memory_terms import HeldArgument, HeldOutput
+from autoshard.model.workspaces import is_counted
 from autoshard.model.xla.backends import Backend
 from autoshard.primitives import facts_of
 
@@ -46,8 +47,12 @@ class ResultTables:
     def add_argument(self, argument: HeldArgument) -> None:
         """Notes the copy that fetches it."""
         fits = argument.value.bytes <= self.backend.on_chip_bytes * self.devices
-        if fits and argument.uses and math.prod(argument.value.shape) > 1:
-            self.used.append([group for group, _ in argument.uses])
+        users = [group for group, _ in argument.uses]
+        if not fits or not users or math.prod(argument.value.shape) == 1:
+            return
+        last = max(users, key=lambda group: group.point)
+        if not any(is_counted(self.backend.name, one) for one in last.equations):
+            self.used.append(users)
 
     def add_output(self, output: HeldOutput) -> None:
         """Notes the copy that takes it out, if it is a result, and the table of its group."""
