@@ -50,8 +50,7 @@ class ResultTables:
         users = [group for group, _ in argument.uses]
         if not fits or not users or math.prod(argument.value.shape) == 1:
             return
-        last = max(users, key=lambda group: group.point)
-        if not any(is_counted(self.backend.name, one) for one in last.equations):
+        if not self._is_counted(max(users, key=lambda group: group.point)):
             self.used.append(users)
 
     def add_output(self, output: HeldOutput) -> None:
@@ -80,9 +79,14 @@ class ResultTables:
         taken_out = sum(len(order) - 1 - before(group) >= _AFTER_MADE for group in self.made)
         arrays = Counter[tuple[int, int]]()
         for index, operation in operation_of.items():
-            arrays[operation] += self.stored[index] + self.groups[index].runs_beside
+            if not self._is_counted(self.groups[index]):
+                arrays[operation] += self.stored[index] + self.groups[index].runs_beside
         several = sum(count > 1 for count in arrays.values())
         return self.backend.number_bytes * (fetched + taken_out + several)
+
+    def _is_counted(self, group: Group) -> bool:
+        """Whether its tables are among its numbers."""
+        return any(is_counted(self.backend.name, one) for one in group.equations)
 
     def _operations(self) -> dict[int, tuple[int, int]]:
         """Index of a group that stores something -> the point and index of the first group of its operation.
