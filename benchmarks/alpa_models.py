@@ -56,12 +56,17 @@ def experts_step(
         return x + llama.attention(p, llama.normed(x, p["norm1"]), 1e4)
 
     @jax.checkpoint
+    def sparse_layer(p: dict[str, Any], x: jax.Array) -> jax.Array:
+        x = attended(p, x)
+        return x + through_experts(p, llama.normed(x, p["norm2"]))
+
+    @jax.checkpoint
+    def dense_layer(p: dict[str, Any], x: jax.Array) -> jax.Array:
+        x, up, down = attended(p, x), p["up"].astype(dtype), p["down"].astype(dtype)
+        return x + jax.nn.relu(llama.normed(x, p["norm2"]) @ up) @ down
+
     def pair(x: jax.Array, p: dict[str, Any]) -> jax.Array:
-        sparse, dense = p["sparse"], p["dense"]
-        x = attended(sparse, x)
-        x = attended(dense, x + through_experts(sparse, llama.normed(x, sparse["norm2"])))
-        up, down = dense["up"].astype(dtype), dense["down"].astype(dtype)
-        return x + jax.nn.relu(llama.normed(x, dense["norm2"]) @ up) @ down
+        return dense_layer(p["dense"], sparse_layer(p["sparse"], x))
 
     def loss_of(params: dict[str, Any], batch: dict[str, jax.Array]) -> jax.Array:
         x = params["token"].astype(dtype)[batch["inputs"]]
@@ -106,7 +111,7 @@ class WideBlock(nn.Module):
 
 
 class WideResNet(nn.Module):
-    """Stem, recomputed bottlenecks, mean over the pixels, and the classes."""
+    """Stem, bottlenecks that are computed again, mean over the pixels, and the classes."""
 
     blocks: Sequence[int]
     width: int
