@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from autoshard.errors import MicrobatchError
-from autoshard.jaxprs import ClosedJaxpr, Jaxpr, inner_jaxprs, is_array
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, aval_of, inner_jaxprs, is_array
 from autoshard.microbatches.loop import looped
 from autoshard.microbatches.relations import scaled_dims
 from autoshard.microbatches.rows import Microbatches
@@ -160,11 +160,11 @@ def _growing_sizes(whole: Jaxpr, part: Jaxpr, parts: int) -> Iterator[int]:
     """Sizes of dims that are so many times as long in the whole step as in its part."""
     for eqn, small in zip(whole.eqns, part.eqns, strict=False):
         for made, other in zip(eqn.outvars, small.outvars, strict=False):
-            if is_array(made.aval) and is_array(other.aval):
-                shape = made.aval.shape
-                yield from (shape[dim] for dim in scaled_dims(shape, other.aval.shape, parts) or ())
-        for inner, other in zip(inner_jaxprs(eqn), inner_jaxprs(small), strict=False):
-            yield from _growing_sizes(inner.jaxpr, other.jaxpr, parts)
+            if is_array(aval_of(made)) and is_array(aval_of(other)):
+                shape = aval_of(made).shape
+                yield from (shape[dim] for dim in scaled_dims(shape, aval_of(other).shape, parts) or ())
+        for inner, inner_part in zip(inner_jaxprs(eqn), inner_jaxprs(small), strict=False):
+            yield from _growing_sizes(inner.jaxpr, inner_part.jaxpr, parts)
 
 
 def _types(traced: TracedStep, split: Microbatches) -> list[Any]:
