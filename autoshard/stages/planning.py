@@ -47,11 +47,10 @@ class StagePlanner:
     in_flight: Sequence[float] = ()  # per stage, microbatches that its devices hold at most; () for one each
     is_limited: bool = True  # whether programs that fit in no way are errors; else they are planned as if they did
     until: float = math.inf  # when planning ends, as `time.monotonic` has it; not later than the time limit says
-    _left: int = field(default=0, init=False)  # programs that are still to be planned
+    _done: int = field(default=0, init=False)  # programs that are planned
 
     def __post_init__(self) -> None:
         self.until = min(self.until, time.monotonic() + self.options.time_limit)
-        self._left = len(self.programs.programs)
 
     def plans(self, meshes: Sequence[Any], starts: Sequence[int] = ()) -> tuple[Plan, ...]:
         """A plan per program, in the order of `StagePrograms.programs`, each on the mesh of its stage.
@@ -114,7 +113,7 @@ class StagePlanner:
         key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items()), options.topology, look
         if key not in self.known:
             self.known[key] = self._planned(program, made, replace(options, time_limit=self._seconds()))
-        self._left = max(1, self._left - 1)
+        self._done += 1
         plan = self.known[key].on(mesh).bound_to(made)
         StageLayouts(self.programs, self.donated, layouts).add(program, plan)
         return lowered(made, replace(plan, name=made.name), self.jit_keywords)
@@ -125,7 +124,7 @@ class StagePlanner:
         Our own search mostly ends long before, so it may have half of what is left. Others take all that they get.
         """
         left = self.until - time.monotonic()
-        fair = left / self._left
+        fair = left / max(1, len(self.programs.programs) - self._done)
         return max(_LEAST_SECONDS, fair if self.options.search is not None else max(fair, left / 2))
 
     @cached_property
