@@ -30,6 +30,7 @@ from autoshard.jaxprs import (
     public_primitives,
 )
 from autoshard.operations.primitive import OPERATION, evaluated
+from autoshard.program.explicit import open_axes
 from autoshard.program.user_code import source_of
 
 # The primitives by their names, where JAX shows them.
@@ -178,8 +179,9 @@ class _Writer:
     def _constraint(self, sharding: Any, eqn: JaxprEqn) -> str:
         if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device"):
             raise _refusal(eqn, "it moves arrays elsewhere")
-        entries = ("P.UNCONSTRAINED" if one is PartitionSpec.UNCONSTRAINED else literal(one) for one in sharding.spec)
-        return f"P({', '.join(entries)})"
+        if open_axes(sharding.mesh):  # the plan decides along open axes, too
+            return "[]"
+        return f"[{literal_spec(sharding.spec)}]"
 
     def _param(self, value: Any, eqn: JaxprEqn, key: str) -> str:
         """A parameter as code."""
@@ -217,6 +219,16 @@ class _Writer:
             raise _refusal(eqn, f"its parameter {key} is a {kind.__name__}") from None
         self.modules.add(module)
         return f"{module}.{name}"
+
+
+def literal_spec(spec: PartitionSpec) -> str:
+    """As code, with the entries that it has.
+
+    >>> literal_spec(PartitionSpec("data", None, PartitionSpec.UNCONSTRAINED))
+    'P("data", None, P.UNCONSTRAINED)'
+    """
+    entries = ("P.UNCONSTRAINED" if one is PartitionSpec.UNCONSTRAINED else literal(one) for one in spec)
+    return f"P({', '.join(entries)})"
 
 
 def _sets(update: Jaxpr | None) -> bool:
