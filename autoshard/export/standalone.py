@@ -217,11 +217,8 @@ def _written_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | AbstractMe
     given = [f"{aval.dtype}{list(aval.shape)}" for aval in closed.in_avals]
     made: list[Any] = []
     if given == list(table.written.types):
-        if table.types is None:
-            made = _Run(auto_mesh(mesh), table).results(table.written, leaves)
-        else:
-            with jax.sharding.use_abstract_mesh(auto_mesh(mesh).abstract_mesh):
-                made = _Run(auto_mesh(mesh), table).results(table.written, list(map(_untyped, leaves)))
+        with jax.sharding.use_abstract_mesh(auto_mesh(mesh).abstract_mesh):
+            made = _Run(auto_mesh(mesh), table).results(table.written, list(map(_untyped, leaves)))
     if [(one.shape, one.dtype) for one in closed.out_avals] != [(one.shape, one.dtype) for one in made]:
         raise ValueError(
             "the step takes or returns other arrays than when it was planned.\n"
