@@ -28,6 +28,7 @@ from autoshard.jaxprs import (
     Literal,
     Primitive,
     aval_of,
+    called_jaxpr,
     inner_jaxprs,
     public_primitives,
 )
@@ -48,6 +49,7 @@ PRIMITIVE_MODULES = ("jax.extend.core.primitives",)
 _FUNCTIONS = {"ragged_dot_general", *FUNCTIONS} | {
     f"scatter{kind}" for kind in ("", "-add", "-max", "-min", "-mul", "-sub")
 }
+_TRACED_LATE = "call_hi_primitive"  # a call whose function JAX traces when the primitive is bound
 # Of a scatter, what its function takes; the others are functions that the function makes itself.
 _SCATTERS = ("dimension_numbers", "indices_are_sorted", "mode", "unique_indices")
 _DIGITS_PER_LINE = 100  # of hexadecimal numbers, so that lines stay below 120 columns
@@ -131,6 +133,8 @@ class _Writer:
 
     def _primitive(self, eqn: JaxprEqn) -> str:
         name = eqn.primitive.name
+        if name == _TRACED_LATE and called_jaxpr(eqn) is not None:
+            return 'Function("call")'
         if eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata:
             raise _refusal(eqn, "it has metadata for the compiler")
         if name in CALLS | REMAT | _FUNCTIONS or name in (
@@ -150,6 +154,8 @@ class _Writer:
 
     def _params(self, eqn: JaxprEqn) -> dict[str, str]:
         name, params = eqn.primitive.name, eqn.params
+        if name == _TRACED_LATE and (called := called_jaxpr(eqn)) is not None:
+            return {"jaxpr": self.body(called)}
         if name in CALLS:
             return {"jaxpr": self.body(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])}
         if name in REMAT:
