@@ -276,7 +276,7 @@ def test_rows_that_a_microbatch_needs_of_others_are_refused():
     """The step goes on with rows that it cuts out of the batch; results that nothing reads are cut out at the end."""
     options = {"mesh": jax.make_mesh((8,), ("data",)), "pad": "batch", "microbatches": 2}
     run = autoshard.autoshard(lambda x: jnp.tanh((x * 2)[:3]), **options)
-    with pytest.raises(autoshard.MicrobatchError, match="slice at .* needs all rows of the batch at once"):
+    with pytest.raises(autoshard.MicrobatchError, match=r"slice at .* needs all rows of the batch at once"):
         run(normal(16, WIDTH))
     first = autoshard.autoshard(lambda x: ((x * 2)[:3], x.sum(0)), **options)
     assert_same(first(normal(16, WIDTH)), [normal(16, WIDTH)[:3] * 2, normal(16, WIDTH).sum(0)])
