@@ -35,7 +35,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         for name in (
             *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan", "amsgrad"),
             *("fromage", "lamb", "lars", "lion", "nadam", "nadamw", "novograd", "optimistic_adam_v2"),
-            *("optimistic_gradient_descent", "polyak_sgd", "radam", "rmsprop", "rprop", "sgd", "sign_sgd", "signum", "sm3", "yogi"),
+            *("optimistic_gradient_descent", "polyak_sgd", "radam", "rmsprop", "rprop", "sgd", "sign_sgd", "signum"),
+            *("sm3", "yogi"),
         )
     },
     **{
