@@ -197,6 +197,7 @@ class _Walk:
             env[var] = relation
         places: list[Invariant | None] = []
         inside: set[Var] = set()  # made in every microbatch
+        read = {atom for eqn in equations_of(whole.jaxpr) for atom in eqn.invars if isinstance(atom, Var)}
         pairs = _paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))
         for i, (eqn, small) in enumerate(pairs):
             relations = [_read(env, atom) for atom in eqn.invars]
@@ -204,6 +205,11 @@ class _Walk:
                 found, place = self.placed(eqn, small, relations, (i,))
             except _NeedsAhead as needed:
                 raise _NeedsAhead(needed.conflict, _sums_behind(needed.vars, whole.jaxpr, env)) from None
+            except _Conflict:
+                if not _moves_only(eqn.primitive.name) or not read.isdisjoint(eqn.outvars):
+                    raise
+                # A result that has other rows than the batch, as where rows were added: it is cut out of all of them.
+                found, place = [Invariant.AFTER] * len(eqn.outvars), Invariant.AFTER
             if place is Invariant.BEFORE and not inside.isdisjoint(
                 atom for atom in eqn.invars if isinstance(atom, Var)
             ):

@@ -212,7 +212,16 @@ def test_batches_behind_each_other_are_rows(groups):
 )
 def test_what_cuts_between_rows_is_refused(step):
     with pytest.raises(MicrobatchError, match=r"needs all rows of the batch at once|takes the dim of the batch apart"):
-        in_parts(step, (WEIGHTS, BATCH), count=2)
+        in_parts(lambda *given: jnp.tanh(step(*given)), (WEIGHTS, BATCH), count=2)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_results_that_nothing_reads_are_cut_out_of_all_rows(groups):
+    def step(weights, batch):
+        x = jnp.tanh(batch["x"] @ weights["up"])
+        return x[:2], x[::2], batch["x"][1:], jnp.sum(x)
+
+    check(step, (WEIGHTS, BATCH), count=2, groups=groups)
 
 
 def answers_to_one_prompt(weights, batch, key):
