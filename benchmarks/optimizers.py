@@ -230,7 +230,7 @@ COLUMNS = (
 NOTE = """
 Every plan is proven optimal, and every compiled program has the bytes of collectives that are predicted. `sophia` takes
 the loss as `obj_fn`, `lbfgs` as `value_fn`, here in line searches of at most four steps. `dpsgd` takes the gradient of
-every example, and the peak predicted for it is far too high; those of `muon` and of what adds noise are too low on CPU.
+every example. Peaks of `muon` and of what adds noise are predicted too low on CPU.
 `lookahead` keeps two copies of the weights. Rows behind `sgd, momentum` are transformations beside Adam or SGD.
 """
 
