@@ -4,19 +4,24 @@
     python benchmarks/faults.py --times 3      # so many faults of each kind; only prints
 
 A plan is lost if a file that was whole before can no longer be loaded, if a damaged file gives a plan that differs from
-the one that was saved, or if a step does not run, or by another plan, because of what is in its cache.
+the one that was saved, or if a step does not run, or by another plan, because of what is in its cache. A file that was
+edited, and so has no digest, has to end in a `PlanError` or in a plan that can be shown, used and saved.
 """
 
 import argparse
 import contextlib
+import copy
+import json
 import os
 import random
+import resource
 import signal
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -92,6 +97,43 @@ class Faults:
             same = run.plan(*self.arguments).in_shardings == self.plan.in_shardings
         return not same or not np.allclose(made, self.expected, rtol=1e-5)
 
+    def ends_in_another_error(self, text: str) -> bool:
+        """Whether a file without a digest, as users edit them, ends in an error that is no `PlanError`."""
+        try:
+            loaded = Plan.loads(text, self.mesh)
+            _ = loaded.in_shardings, loaded.out_shardings, loaded.abstract(0), str(loaded), loaded.to_code()
+            Plan.loads(loaded.dumps(), self.mesh)
+        except PlanError:
+            return False
+        except Exception:  # whatever it is, it is not what callers wait for
+            return True
+        return False
+
+    def with_other_state(self, key: object) -> bool:
+        """Whether a step whose state has such a key cannot be planned, kept in a cache and found there again."""
+
+        def step(state: dict, x: jax.Array) -> dict:
+            return {key: value - x.sum() for key, value in state.items()}
+
+        cache, state, x = Path(tempfile.mkdtemp(dir=self.folder)), {key: jnp.ones((16, 16))}, jnp.ones((16, 16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CacheWarning)
+            try:
+                makes = [autoshard.autoshard(step, mesh=self.mesh, topology="cpu:8", cache=cache) for _ in range(2)]
+                made = [run(state, x)[key] for run in makes]
+                plan = makes[0].plan(state, x)
+                same = Plan.loads(plan.dumps(), self.mesh).in_shardings == plan.in_shardings
+            except Exception:  # a cache is never a reason not to run
+                return True
+        return not same or len(list(cache.glob("*.plan"))) != 1 or not np.array_equal(*made)
+
+    def cached(self) -> tuple[Path, Path]:
+        """A cache with the plan in it, and its file."""
+        cache = Path(tempfile.mkdtemp(dir=self.folder))
+        self.planned(cache=cache)
+        (file,) = cache.glob("*.plan")
+        return cache, file
+
     # Faults.
 
     def full_disk(self) -> bool:
@@ -131,17 +173,13 @@ class Faults:
 
     def cached_file_damaged(self) -> bool:
         """A bit of a cached file is flipped."""
-        cache = Path(tempfile.mkdtemp(dir=self.folder))
-        self.planned(cache=cache)
-        (file,) = cache.glob("*.plan")
+        cache, file = self.cached()
         file.write_bytes(self.with_bit_flipped(file.read_bytes()))
         return self.step_is_lost(cache)
 
     def cached_file_is_no_file(self) -> bool:
         """A folder or a pipe is in the place of a cached file."""
-        cache = Path(tempfile.mkdtemp(dir=self.folder))
-        self.planned(cache=cache)
-        (file,) = cache.glob("*.plan")
+        cache, file = self.cached()
         file.unlink()
         self.random.choice([os.mkdir, os.mkfifo])(file)
         return self.step_is_lost(cache)
@@ -152,12 +190,141 @@ class Faults:
         cache.write_text("")
         return self.step_is_lost(cache)
 
+    def over_the_quota(self) -> bool:
+        """The file may not get so large."""
+        self.file.write_text(self.text)
+
+        def child() -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that writing fails, as on a disk that is full
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.random.randrange(len(self.text)),) * 2)
+            with contextlib.suppress(OSError):
+                self.write(self.file, self.text)
+
+        in_a_child(child)
+        return self.file_is_lost()
+
+    def edited(self) -> bool:
+        """Parts of the file are others: of another kind, from elsewhere in the file, twice there, or gone."""
+        document = json.loads(self.text)
+        del document["digest"]
+        for _ in range(self.random.randint(1, 3)):
+            edit(document, self.random)
+        return self.ends_in_another_error(json.dumps(document))
+
+    def nested(self) -> bool:
+        """A part of the file is nested deep."""
+        document = json.loads(self.text)
+        del document["digest"]
+        parts = [key for key in document if document[key]]
+        key, depth, open_, close = self.random.choice(parts), self.random.choice([20, 900, 90_000]), "[", "]"
+        if self.random.random() < 0.5:
+            open_, close = '{"a":', "}"
+        text = json.dumps({**document, key: "HERE"})
+        return self.ends_in_another_error(text.replace('"HERE"', open_ * depth + "1" + close * depth))
+
+    def oversized(self) -> bool:
+        """A number or a name of the file is long."""
+        document = json.loads(self.text)
+        del document["digest"]
+        text = json.dumps({**document, self.random.choice(sorted(document)): "HERE"})
+        long = self.random.choice(["9" * 100_000, '"' + "x" * 10_000_000 + '"', "[" + "0," * 1_000_000 + "0]"])
+        return self.ends_in_another_error(text.replace('"HERE"', long))
+
+    def odd_key(self) -> bool:
+        """The state has keys that are no plain words."""
+        keys = [
+            "",
+            "a/b",
+            "a[0]",
+            "*",
+            "\x1b[31m",
+            "\ud800",
+            b"a",
+            (1, "a"),
+            ((), b"x"),
+            3,
+            -1,
+            2.5,
+            True,
+            10**30,
+            None,
+        ]
+        return self.with_other_state(self.random.choice(keys))
+
+    def another_users_cache(self) -> bool:
+        """The file or the folder of the cache is another user's."""
+        cache, file = self.cached()
+        name = self.random.choice(["pathlib.Path.read_text", "pathlib.Path.mkdir", "os.open", "os.replace", "os.chmod"])
+        if self.random.random() < 0.5:
+            file.write_text("other")
+        with mock.patch(name, side_effect=PermissionError(13, "Permission denied")):
+            return self.step_is_lost(cache)
+
+    def clock_went_back(self) -> bool:
+        """Files of the cache are from the future, a half written one among them."""
+        cache, file = self.cached()
+        part = file.with_name(f"{file.name}.0123abcd.part")
+        part.write_text(self.text[:100])
+        for one in (file, part):
+            os.utime(one, (time.time() + 1e9,) * 2)
+        if self.random.random() < 0.5:
+            file.unlink()
+        return self.step_is_lost(cache) or not file.exists()
+
     def kinds(self) -> Iterator[tuple[Callable[[], bool], int]]:
         """Each kind of fault, and how often it is injected: those that plan a step less often."""
-        yield from ((fault, 200) for fault in (self.full_disk, self.cut, self.flipped))
+        yield from ((fault, 200) for fault in (self.full_disk, self.over_the_quota, self.cut, self.flipped))
         yield self.killed, 50
+        yield self.edited, 2000
+        yield from ((fault, 50) for fault in (self.nested, self.oversized))
+        yield self.odd_key, 30
         yield from ((fault, 5) for fault in (self.cached_file_damaged, self.cached_file_is_no_file))
+        yield from ((fault, 10) for fault in (self.another_users_cache, self.clock_went_back))
         yield self.cache_is_no_folder, 2
+
+
+def in_a_child(run: Callable[[], None]) -> None:
+    """Runs in a fork of this process, which does not call JAX, and waits for its end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX warns of forks
+        child = os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+ODD_PARTS: list[Any] = [
+    *(None, True, 0, -1, 7, 1.5, float("nan"), 10**30, 2**63, "", "x", "data", "\x1b[31m", "\ud800", "<b>"),
+    *([], [[]], {}, {"x": 1}, {"": {}}, [1, 2, 3], ["data"], [["data"], ["data"]], [None] * 5),
+]
+
+
+def edit(document: Any, rng: random.Random) -> None:
+    """Makes one part of a JSON document another, in place."""
+    found = list(parts_of(document))
+    holder, key = rng.choice(found)
+    kind = rng.randrange(4)
+    if kind == 0:
+        holder[key] = copy.deepcopy(rng.choice(ODD_PARTS))
+    elif kind == 1:
+        other, name = rng.choice(found)
+        holder[key] = copy.deepcopy(other[name])
+    elif kind == 2:
+        del holder[key]
+    elif isinstance(holder, list):
+        holder.insert(key, copy.deepcopy(holder[key]))
+    else:
+        holder[rng.choice(["x", "", "0", "999999"])] = copy.deepcopy(holder[key])
+
+
+def parts_of(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Every part of a document, as what holds it and the key."""
+    for key in list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        yield node, key
+        yield from parts_of(node[key])
 
 
 def rows(faults: Faults, times: int | None = None) -> Iterator[tuple[str, int, int]]:

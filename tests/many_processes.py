@@ -265,6 +265,19 @@ def different_numbers():
     return trained(*decorated(lambda weights, batch: weights - rate * jnp.mean(batch) ** 2))
 
 
+def different_random_numbers():
+    """JAX has two ways to split the same keys over devices, with other collectives."""
+    with jax.threefry_partitionable(HERE == 0):
+        fn, mesh = decorated(lambda weights, batch: step(weights, batch + jax.random.normal(jax.random.key(0), (8,))))
+        return trained(fn, mesh)
+
+
+def different_order_of_devices():
+    mesh = mesh_of()
+    mesh = mesh if HERE == 0 else jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
+    return trained(*decorated(mesh=mesh))
+
+
 def different_seeds():
     fn, mesh = decorated(lambda weights, batch: step(weights, batch * 5), donate_argnums=0)
     return fn(jax.random.normal(jax.random.key(HERE), WEIGHTS.shape), placed(BATCH, mesh))

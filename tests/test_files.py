@@ -1,6 +1,7 @@
 """Files are written whole or not at all, and a cache folder never keeps a step from running."""
 
 import errno
+import json
 import os
 import stat
 import sys
@@ -192,7 +193,7 @@ def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path):
 def test_faults_lose_no_plan(tmp_path):
     """A sample of what `benchmarks/faults.py` injects."""
     found = list(faults.rows(faults.Faults(tmp_path), times=1))
-    assert len(found) == 7 and not any(lost for *_, lost in found), found
+    assert len(found) == 14 and not any(lost for *_, lost in found), found
 
 
 def test_a_plan_that_is_lost_is_counted(tmp_path):
@@ -201,4 +202,20 @@ def test_a_plan_that_is_lost_is_counted(tmp_path):
         os.fsync(-1)
 
     injected = faults.Faults(tmp_path, write=in_place)
-    assert injected.killed()
+    assert injected.killed() and injected.over_the_quota()
+
+
+def test_errors_that_callers_do_not_wait_for_are_counted(tmp_path, monkeypatch):
+    injected = faults.Faults(tmp_path)
+    edited = injected.text.replace('"digest"', '"other"')
+    assert not injected.ends_in_another_error(edited)
+    monkeypatch.setattr(autoshard.Plan, "to_code", lambda plan: 1 / 0)
+    assert injected.ends_in_another_error(without_digest(injected.text))
+    monkeypatch.setattr(autoshard.cache, "_head", lambda *_: 1 / 0)
+    assert injected.with_other_state("a")
+
+
+def without_digest(text):
+    document = json.loads(text)
+    del document["digest"]
+    return json.dumps(document)

@@ -1,5 +1,6 @@
 """Optimizers train under a plan as on one device: a sample of those that `benchmarks/optimizers.py` goes through."""
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -34,3 +35,13 @@ def test_every_optimizer_of_optax_is_gone_through():
     others = {"differentially_private_aggregate", "hutchinson_estimator_diag_hessian", "schedule_free_eval_params"}
     others |= {"split_real_and_imaginary"}  # of complex weights
     assert not set(dir(optax.contrib)) - parts - others - OPTIMIZERS.keys()
+    made = {name for name in dir(optax) if "GradientTransformation" in str(_returned(getattr(optax, name)))}
+    parts = {name for name in made if name.startswith(("scale", "clip", "_deprecated"))}
+    others = {"add_decayed_weights", "chain", "freeze", "identity", "multi_transform", "named_chain", "set_to_zero"}
+    others |= {"conditionally_mask", "inject_stateful_hyperparams", "measure_with_ema", "normalize_by_update_norm"}
+    others |= {"snapshot", "stateless", "stateless_with_tree_map", "trace", "with_extra_args_support"}
+    assert not made - parts - others - OPTIMIZERS.keys()
+
+
+def _returned(function):
+    return inspect.signature(function).return_annotation if inspect.isfunction(function) else None

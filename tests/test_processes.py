@@ -54,6 +54,8 @@ FAIL = {
     "mesh_chosen_on_the_last": "They differ in mesh:\n  process 0: {'x': ",
     "different_code": "They differ in step",
     "different_numbers": "process 0: mul [[], []] -> [[]] with [0.1",
+    "different_random_numbers": "random numbers:\n  process 0: jax_threefry_partitionable=True\n  process ",
+    "different_order_of_devices": "They differ in mesh:\n  process 0: {'x': ",
     "different_seeds": "weights is not the same on all processes of the mesh.\nMake it of the same seed",
     "different_shapes": "They differ in arguments:\n  process 0: batch float32[32, 8]\n  process ",
     "different_code_in_plan": "process 0: add [[32, 8], []] -> [[32, 8]] with [2.0] at many_processes.py:",

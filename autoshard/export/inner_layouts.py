@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jax.sharding import AxisType
 
 from autoshard.export.containers import literal
-from autoshard.export.operations_code import operations_code
+from autoshard.export.operations_code import literal_spec, operations_code
 from autoshard.layout import Layout, replicated, spec_text
 from autoshard.lower.constraints import constraints_of
 from autoshard.lower.on_shards import Split, local_params, may_run_on_shards, runs_on_shards, wants_of
 from autoshard.mesh.resharding import stops
 from autoshard.model.equations import folds_by_hand, is_lookup
 from autoshard.operations.primitive import OPERATION
-from autoshard.plans.plan import PlanData
+from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Equation, Program, Value
 from autoshard.program.signature import text_of_value
 from autoshard.propagation.rules.windows import STENCIL
@@ -73,6 +74,7 @@ class InnerLayouts:
     modules: frozenset[str] = frozenset()  # that this code takes names from
     static: Mapping[str | int, str] = field(default_factory=dict)  # arguments that this code was made with, as texts
     weak: tuple[int, ...] | None = None  # arguments whose types were weak; None: the operations are written out
+    types: str = ""  # code of the types of explicit mode
 
     def text(self) -> str:
         rows = "".join(f"            {row.text()}\n" for row in self.rows)
@@ -81,9 +83,10 @@ class InnerLayouts:
             self.operations
         )
         weak = "" if self.weak is None else f"        weak={self.weak},\n"
+        types = self.types and f"        types={self.types},\n"
         return (
             f"    return Table(\n        {self.equations},\n        {{\n{rows}        }},\n"
-            f"        {{\n{merged}        }},\n{written}{weak}    )\n"
+            f"        {{\n{merged}        }},\n{written}{weak}{types}    )\n"
         )
 
 
@@ -99,6 +102,8 @@ def departure(program: Program) -> str:
         return "devices share out the trips of its loops"
     if program.stacked:
         return "the step computes stacks of matrices where it was written matrix by matrix"
+    if program.types is not None:
+        return "the step is a program of explicit mode, and inside it axes are Auto"
     return ""
 
 
@@ -106,8 +111,6 @@ def why_none(program: Program) -> str:
     """Why a program has no table; "" where it may have one."""
     if None in program.constant_places or (program.captured and departure(program)):
         return "calls inside the step close over large arrays; pass them as arguments"
-    if program.types is not None:
-        return "the step is a program of explicit mode"
     if program.changes is not None and not program.changes.keeps_graphs:
         return "the step adds variables to its nnx modules, or takes some away"
     if program.changes is not None and program.changes.static:
@@ -117,8 +120,11 @@ def why_none(program: Program) -> str:
     return ""
 
 
-def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts:
+def inner_layouts(program: Program, plan: PlanData, types_all: bool = False) -> InnerLayouts:
     """The table of a plan of a program that may have one.
+
+    Args:
+        types_all: whether all arguments and results of a step of explicit mode have types, those too that had none.
 
     Raises:
         UnwritableError: the operations have to be written out, and code cannot say one of them.
@@ -126,12 +132,40 @@ def inner_layouts(program: Program, plan: PlanData) -> InnerLayouts:
     table = _Table(program, plan)
     rows = [row for row in table.rows() if row.says_something]
     why = departure(program)
-    written, modules = operations_code(program.jaxpr) if why else ("", frozenset[str]())
+    written, modules = operations_code(program.jaxpr, plan.mesh.shape) if why else ("", frozenset[str]())
     left = tuple(dict.fromkeys(table.left))
     static = {name: text_of_value(value) for name, value in program.static.items()} if why else {}
     count = len(program.jaxpr.jaxpr.eqns)
     weak = None if why else tuple(i for i, one in enumerate(program.jaxpr.in_avals) if one.weak_type)
-    return InnerLayouts(count, tuple(rows), program.merged, left, why, written, modules, static, weak)
+    types = _types_text(program, plan, types_all)
+    return InnerLayouts(count, tuple(rows), program.merged, left, why, written, modules, static, weak, types)
+
+
+def types_text(plan: PlanData) -> str:
+    """The kinds of axes of types of explicit mode, as code."""
+    kinds = plan.axis_types or (AxisType.Explicit,) * len(plan.mesh.axis_names)
+    return f"({', '.join(map(str, kinds))},)"
+
+
+def spec_of_type(array: PlacedArray, axes: Collection[str] | None = None) -> str:
+    """The PartitionSpec of a type, which has an entry per dim, as code.
+
+    Args:
+        axes: those that the type is on; None: all.
+    """
+    split = [tuple(axis for axis in dim if axes is None or axis in axes) for dim in array.layout]
+    return f"P({', '.join(literal(dim if len(dim) > 1 else dim[0] if dim else None) for dim in split)})"
+
+
+def _types_text(program: Program, plan: PlanData, types_all: bool) -> str:
+    """The types of explicit mode as code; "" if the step has none."""
+    if program.types is None or plan.axis_types is None:
+        return ""
+    kinds = zip(plan.mesh.axis_names, plan.axis_types, strict=True)
+    axes = {axis for axis, kind in kinds if kind is AxisType.Explicit}
+    given = {i: literal_spec(spec) for i, spec in enumerate(program.types.written) if spec is not None}
+    made = {i: spec_of_type(one, axes) for i, one in enumerate(plan.results) if one.typed or types_all}
+    return f"Types({types_text(plan)}, {_braced(given)}, {_braced(made)})"
 
 
 class _Table:
@@ -262,4 +296,8 @@ def _specs(layouts: Sequence[Layout]) -> str:
 
 
 def _dict(name: str, items: Mapping[int, str]) -> str:
-    return f"{name}={{{', '.join(f'{key}: {text}' for key, text in items.items())}}}"
+    return f"{name}={_braced(items)}"
+
+
+def _braced(items: Mapping[int, str]) -> str:
+    return f"{{{', '.join(f'{key}: {text}' for key, text in items.items())}}}"

@@ -67,7 +67,7 @@ def constrain_modules(step, mesh, table, static_argnums, static_argnames, types=
             known["changed"] = [i for i, (new, old) in enumerate(zip(left, arrays)) if new is not old]
             return [*(left[i] for i in known["changed"]), *more]
 
-        closed, _ = traced_as_planned(flat, plain_arguments(leaves, table.weak), mesh)
+        closed, _ = traced_as_planned(flat, plain_arguments(leaves, mesh, table), mesh, table)
         results = run(closed, leaves)
         changed = dict(zip(known["changed"], results))
         if changed:

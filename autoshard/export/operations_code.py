@@ -20,6 +20,7 @@ from autoshard.export.containers import UnwritableError, home_of, literal
 from autoshard.export.standalone import CALLS, loops_of_batches, scan_counts
 from autoshard.export.written_out import FUNCTIONS
 from autoshard.jaxprs import (
+    CONSTRAINTS,
     REMAT,
     ClosedJaxpr,
     Jaxpr,
@@ -27,9 +28,12 @@ from autoshard.jaxprs import (
     Literal,
     Primitive,
     aval_of,
+    called_jaxpr,
+    inner_jaxprs,
     public_primitives,
 )
 from autoshard.operations.primitive import OPERATION, evaluated
+from autoshard.program.explicit import open_axes
 from autoshard.program.user_code import source_of
 
 # The primitives by their names, where JAX shows them.
@@ -45,18 +49,22 @@ PRIMITIVE_MODULES = ("jax.extend.core.primitives",)
 _FUNCTIONS = {"ragged_dot_general", *FUNCTIONS} | {
     f"scatter{kind}" for kind in ("", "-add", "-max", "-min", "-mul", "-sub")
 }
+_TRACED_LATE = "call_hi_primitive"  # a call whose function JAX traces when the primitive is bound
 # Of a scatter, what its function takes; the others are functions that the function makes itself.
 _SCATTERS = ("dimension_numbers", "indices_are_sorted", "mode", "unique_indices")
 _DIGITS_PER_LINE = 100  # of hexadecimal numbers, so that lines stay below 120 columns
 
 
-def operations_code(closed: ClosedJaxpr) -> tuple[str, frozenset[str]]:
+def operations_code(closed: ClosedJaxpr, mesh: Mapping[str, int]) -> tuple[str, frozenset[str]]:
     """The code of a function `_operations` that gives the jaxpr as a `Body`, and the modules that it needs.
+
+    Args:
+        mesh: what the step is planned for.
 
     Raises:
         UnwritableError: code cannot say some operation; the error names it and its line.
     """
-    writer = _Writer()
+    writer = _Writer(mesh)
     last = writer.body(closed)
     types = ", ".join(literal(f"{aval.dtype}{list(aval.shape)}") for aval in map(aval_of, closed.jaxpr.invars))
     lines = [*writer.lines, f"    return {last}._replace(types=[{types}])"]
@@ -67,7 +75,8 @@ def operations_code(closed: ClosedJaxpr) -> tuple[str, frozenset[str]]:
 class _Writer:
     """Bodies, written one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mapping[str, int]) -> None:
+        self.mesh = mesh
         self.lines: list[str] = []
         self.modules: set[str] = set()
         self._names: dict[tuple[int, ...], str] = {}
@@ -124,11 +133,14 @@ class _Writer:
 
     def _primitive(self, eqn: JaxprEqn) -> str:
         name = eqn.primitive.name
+        if name == _TRACED_LATE and called_jaxpr(eqn) is not None:
+            return 'Function("call")'
         if eqn.ctx.compute_type is not None or eqn.ctx.xla_metadata:
             raise _refusal(eqn, "it has metadata for the compiler")
         if name in CALLS | REMAT | _FUNCTIONS or name in (
             "cond",
             "scan",
+            "shard_map",
             "sharding_constraint",
             "while",
         ):
@@ -142,6 +154,8 @@ class _Writer:
 
     def _params(self, eqn: JaxprEqn) -> dict[str, str]:
         name, params = eqn.primitive.name, eqn.params
+        if name == _TRACED_LATE and (called := called_jaxpr(eqn)) is not None:
+            return {"jaxpr": self.body(called)}
         if name in CALLS:
             return {"jaxpr": self.body(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])}
         if name in REMAT:
@@ -158,6 +172,8 @@ class _Writer:
             if params.get("branches_platforms") is not None:
                 raise _refusal(eqn, "its branches are for several platforms")
             return {"branches": f"[{', '.join(map(self.body, params['branches']))}]"}
+        if name == "shard_map":
+            return self._by_hand(eqn)
         if name == "sharding_constraint":
             return {"sharding": self._constraint(params["sharding"], eqn)}
         if name == OPERATION:
@@ -175,17 +191,31 @@ class _Writer:
             params = {key: params[key] for key in _SCATTERS}
         return {key: self._param(value, eqn, key) for key, value in params.items()}
 
+    def _by_hand(self, eqn: JaxprEqn) -> dict[str, str]:
+        """What `jax.shard_map` takes. Constraints inside would be on axes that are left."""
+        params = eqn.params
+        if dict(params["mesh"].shape) != dict(self.mesh):
+            raise _refusal(eqn, f"it is on the mesh {dict(params['mesh'].shape)}")
+        if any(_constrains(params["jaxpr"])):
+            raise _refusal(eqn, "it has constraints inside")
+        specs = {
+            key: f"({''.join(f'{literal_spec(one)}, ' for one in params[key])})" for key in ("in_specs", "out_specs")
+        }
+        axes = f"{{{', '.join(map(literal, sorted(params['newly_manual_axes'])))}}}"
+        return {"body": self.body(params["jaxpr"]), **specs, "axis_names": axes}
+
     def _constraint(self, sharding: Any, eqn: JaxprEqn) -> str:
         if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device"):
             raise _refusal(eqn, "it moves arrays elsewhere")
-        entries = ("P.UNCONSTRAINED" if one is PartitionSpec.UNCONSTRAINED else literal(one) for one in sharding.spec)
-        return f"P({', '.join(entries)})"
+        if open_axes(sharding.mesh):  # the plan decides along open axes, too
+            return "[]"
+        return f"[{literal_spec(sharding.spec)}]"
 
     def _param(self, value: Any, eqn: JaxprEqn, key: str) -> str:
         """A parameter as code."""
         if isinstance(value, Primitive):
             return self._bound(value, eqn)
-        if isinstance(value, NamedSharding) and value.mesh.empty:
+        if isinstance(value, NamedSharding) and not any(value.spec):
             return "None"
         if isinstance(value, enum.Enum):
             return f"{self._home(type(value), eqn, key)}.{value.name}"
@@ -217,6 +247,24 @@ class _Writer:
             raise _refusal(eqn, f"its parameter {key} is a {kind.__name__}") from None
         self.modules.add(module)
         return f"{module}.{name}"
+
+
+def _constrains(jaxpr: Jaxpr) -> Iterator[bool]:
+    """Per equation, those inside of others too, whether it is a constraint."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name in CONSTRAINTS
+        for inner in inner_jaxprs(eqn):
+            yield from _constrains(inner.jaxpr)
+
+
+def literal_spec(spec: PartitionSpec) -> str:
+    """As code, with the entries that it has.
+
+    >>> literal_spec(PartitionSpec("data", None, PartitionSpec.UNCONSTRAINED))
+    'P("data", None, P.UNCONSTRAINED)'
+    """
+    entries = ("P.UNCONSTRAINED" if one is PartitionSpec.UNCONSTRAINED else literal(one) for one in spec)
+    return f"P({', '.join(entries)})"
 
 
 def _sets(update: Jaxpr | None) -> bool:

@@ -13,13 +13,19 @@ from types import ModuleType
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AxisType
 from jax.tree_util import PyTreeDef
 
 from autoshard.errors import PlanError
 from autoshard.export import standalone, written_out
-from autoshard.export.containers import Expression, Line, UnwritableError, expression_of, literal
-from autoshard.export.inner_layouts import InnerLayouts, departure, inner_layouts, why_none
+from autoshard.export.containers import Expression, Line, UnwritableError, expression_of
+from autoshard.export.inner_layouts import (
+    InnerLayouts,
+    departure,
+    inner_layouts,
+    spec_of_type,
+    types_text,
+    why_none,
+)
 from autoshard.export.logical_axes import Names, logical_axes
 from autoshard.export.logical_rules import FLAX_SHARDINGS, flax_rules, names_text
 from autoshard.export.modules_code import CONSTRAIN_MODULES, CONSTRAINED_MODULES, EXPLICIT_MODULES
@@ -224,7 +230,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
     if keyword.paths:
         says = "A tree per keyword argument, for jax.device_put: jax.jit takes shardings of positional ones alone."
         trees.insert(1, _Trees("keyword_shardings", says, keyword, *given, "keywords"))
-    table, why = _table_of(plan, program)
+    table, why = _table_of(plan, program, explicit)
     if table is None and program is not None and program.adds_rows:
         raise PlanError(
             f"code for {plan.name} would count the rows that are added to its batch: {why}.\n"
@@ -247,7 +253,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
         modules.append("flax.linen")
         putting = f"{flax_rules(axes)}\n\n{FLAX_SHARDINGS}"
     else:
-        putting = _TYPES_ON.format(types=_types(plan)) if explicit or plan.axis_types else _SHARDINGS_ON
+        putting = _TYPES_ON.format(types=types_text(plan)) if explicit or plan.axis_types else _SHARDINGS_ON
     parts = [
         _docstring(plan, program, table, trees, wraps, why),
         _imports(modules, pasted) + "\nfrom flax import nnx" * takes_modules,
@@ -268,7 +274,7 @@ def shardings_code(plan: PlanData, program: Program | None, style: Style = "spec
 
 def _explicit(plan: PlanData, results: _Trees, has_table: bool, takes_modules: bool) -> str:
     if takes_modules:
-        types = (f"        {_type(one)},  # {one.name} {one.type}\n" for one in plan.results)
+        types = (f"        {spec_of_type(one)},  # {one.name} {one.type}\n" for one in plan.results)
         return EXPLICIT_MODULES.format(types="".join(types))
     inner = "constrained(step, mesh, static_argnums, static_argnames)" if has_table else "step"
     found = "jax.tree.leaves(out_shardings(mesh))" if results.expression is not None else "_out_shardings(mesh)"
@@ -279,24 +285,12 @@ def _leaf(array: PlacedArray) -> str:
     kind = f', memory_kind="{HOST}"' if array.on_host else ""
     if not array.typed:
         return f"put({spec_text(array.layout)}{kind})"
-    return f"put({_type(array)}{kind}, is_type=True)"
-
-
-def _type(array: PlacedArray) -> str:
-    """The PartitionSpec of a type, which has an entry per dim."""
-    entries = (literal(axes if len(axes) > 1 else axes[0] if axes else None) for axes in array.layout)
-    return f"P({', '.join(entries)})"
+    return f"put({spec_of_type(array)}{kind}, is_type=True)"
 
 
 def _named_leaf(array: PlacedArray, names: Names) -> str:
     kind = f', memory_kind="{HOST}"' if array.on_host else ""
     return f"put({names_text(names)}{kind})"
-
-
-def _types(plan: PlanData) -> str:
-    """The kinds of axes of types of explicit mode, as code."""
-    types = plan.axis_types or (AxisType.Explicit,) * len(plan.mesh.axis_names)
-    return f"({', '.join(map(str, types))},)"
 
 
 def _docstring(
@@ -350,14 +344,14 @@ def _docstring(
     return f'"""{text}\n"""\n'
 
 
-def _table_of(plan: PlanData, program: Program | None) -> tuple[InnerLayouts | None, str]:
+def _table_of(plan: PlanData, program: Program | None, types_all: bool) -> tuple[InnerLayouts | None, str]:
     """The table of inner layouts, or why the code leaves it out."""
     if program is None:
         return None, "the plan comes from a file and knows no step; bind it to one"
     if why := why_none(program):
         return None, why
     try:
-        return inner_layouts(program, plan), ""
+        return inner_layouts(program, plan, types_all), ""
     except UnwritableError as error:
         return None, f"{departure(program)}; {error}"
 

@@ -53,6 +53,14 @@ class Inner(NamedTuple):
     on_shards: OnShards | None = None
 
 
+class Types(NamedTuple):
+    """The types of explicit mode that flat arguments and results of a step have, by their numbers."""
+
+    kinds: Sequence[AxisType]  # of mesh axes
+    arguments: Mapping[int, P]  # with which the step was traced
+    results: Mapping[int, P]
+
+
 class Table(NamedTuple):
     """What a plan says inside a step. Paths begin at the step's own equations."""
 
@@ -62,6 +70,7 @@ class Table(NamedTuple):
     written: Any = None  # the step written out, where it is run otherwise than JAX traces it
     static: Mapping[str | int, str] = {}  # arguments that the step was planned with, as they print
     weak: Sequence[int] | None = None  # arguments whose dtype gave way, as that of Python's numbers; None: as they come
+    types: Types | None = None  # of a step of explicit mode
 
 
 class Entry(NamedTuple):
@@ -94,25 +103,36 @@ def constrain(
         check_static(step, args, keywords, table)
         traced, called = without_static(step, args, keywords, static_argnums, static_argnames)
         leaves, structure = jax.tree.flatten(traced)
-        plain = jax.tree.unflatten(structure, plain_arguments(leaves, table.weak))
-        closed, result = traced_as_planned(called, plain, mesh)
+        plain = jax.tree.unflatten(structure, plain_arguments(leaves, mesh, table))
+        closed, result = traced_as_planned(called, plain, mesh, table)
         return jax.tree.unflatten(jax.tree.structure(result), constrained_results(closed, leaves, mesh, table))
 
     return constrained
 
 
-def traced_as_planned(step: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh | AbstractMesh) -> tuple[Any, Any]:
+def traced_as_planned(
+    step: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh | AbstractMesh, table: Table
+) -> tuple[Any, Any]:
     """The jaxpr of a step and the shapes of its results, whatever mesh is set: on Explicit axes JAX adds operations.
 
-    A step that names mesh axes means those of `mesh`, where the compiler splits what no constraint names.
+    A step that names mesh axes means those of `mesh`, where the compiler splits what no constraint names. A step of
+    explicit mode has its types.
     """
     trace = jax.make_jaxpr(step, return_shape=True)
+    if table.types is not None:
+        with jax.sharding.use_abstract_mesh(typed_axes(mesh, table.types)):
+            return trace(*arguments)
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return trace(*arguments)
     except (RuntimeError, ValueError):  # JAX asks for a mesh, or it is the step's own error, which comes once more
         with jax.sharding.use_abstract_mesh(auto_mesh(mesh).abstract_mesh):
             return trace(*arguments)
+
+
+def typed_axes(mesh: Mesh | AbstractMesh, types: Types) -> AbstractMesh:
+    """What the types of a step are on."""
+    return mesh.abstract_mesh.update(axis_types=tuple(types.kinds))
 
 
 def without_static(
@@ -149,18 +169,22 @@ def check_static(step: Callable[..., Any], args: Sequence[Any], keywords: Mappin
             )
 
 
-def plain_arguments(leaves: Sequence[Any], weak: Sequence[int] | None = None) -> list[Any]:
+def plain_arguments(leaves: Sequence[Any], mesh: Mesh | AbstractMesh, table: Table) -> list[Any]:
     """Arrays, or shapes where their types name a mesh or are weak otherwise than planned: JAX has other equations then.
 
-    A temperature that began as ``jnp.asarray(0.07)`` is weak until the first update.
+    A temperature that began as ``jnp.asarray(0.07)`` is weak until the first update. In explicit mode all are shapes,
+    of the types with which the step was planned.
     """
     found: list[Any] = []
     for i, array in enumerate(leaves):
         type_ = jax.typeof(array)
-        is_weak = type_.weak_type if weak is None else i in weak
+        is_weak = type_.weak_type if table.weak is None else i in table.weak
         names_mesh = isinstance(getattr(type_, "sharding", None), NamedSharding) and not type_.sharding.mesh.empty
-        shape = jax.ShapeDtypeStruct(type_.shape, type_.dtype, weak_type=is_weak)
-        found.append(shape if names_mesh or is_weak != type_.weak_type else array)
+        how: dict[str, Any] = {"weak_type": is_weak}
+        if table.types is not None and i in table.types.arguments:
+            how["sharding"] = NamedSharding(typed_axes(mesh, table.types), table.types.arguments[i])
+        is_plain = table.types is None and not names_mesh and is_weak == type_.weak_type
+        found.append(array if is_plain else jax.ShapeDtypeStruct(type_.shape, type_.dtype, **how))
     return found
 
 
@@ -180,16 +204,31 @@ def constrained_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | Abstrac
     return _Run(auto_mesh(mesh), table).results(closed, leaves)
 
 
+def _untyped(array: Any) -> Any:
+    """An array on the Auto axes of the mesh that is set, whatever its type says."""
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return array
+    return jax.sharding.reshard(array, P(*[None] * array.ndim))
+
+
 def _written_results(closed: Any, leaves: Sequence[Any], mesh: Mesh | AbstractMesh, table: Table) -> list[Any]:
     """The flat results of the operations that are written out in a table, if they are of the types of the step's."""
-    types = [f"{aval.dtype}{list(aval.shape)}" for aval in closed.in_avals]
-    made = _Run(auto_mesh(mesh), table).results(table.written, leaves) if types == list(table.written.types) else []
+    given = [f"{aval.dtype}{list(aval.shape)}" for aval in closed.in_avals]
+    made: list[Any] = []
+    if given == list(table.written.types):
+        with jax.sharding.use_abstract_mesh(auto_mesh(mesh).abstract_mesh):
+            made = _Run(auto_mesh(mesh), table).results(table.written, list(map(_untyped, leaves)))
     if [(one.shape, one.dtype) for one in closed.out_avals] != [(one.shape, one.dtype) for one in made]:
         raise ValueError(
             "the step takes or returns other arrays than when it was planned.\n"
             "Plan it anew and write this code anew, or leave `constrained` out."
         )
-    return made
+    if table.types is None:
+        return made
+    specs = table.types.results
+    with jax.sharding.use_abstract_mesh(typed_axes(mesh, table.types)):
+        return [jax.sharding.reshard(array, specs[i]) if i in specs else array for i, array in enumerate(made)]
 
 
 def evaluated(*arrays: Any, body: Any) -> list[Any]:
@@ -281,7 +320,7 @@ class _Run:
             return self.cond(eqn, entries, path)
         arrays = [self.read(entry, path, i) for i, entry in enumerate(entries)]
         wished = eqn.params.get("sharding") if name == "sharding_constraint" else None
-        made = [self.through(arrays[0], [wished])] if isinstance(wished, P) else self.run(eqn, arrays, row)
+        made = [self.through(arrays[0], wished)] if isinstance(wished, list) else self.run(eqn, arrays, row)
         return [self.made(path, i, array) for i, array in enumerate(made)]
 
     def run(self, eqn: Any, arrays: Sequence[Any], row: Inner | None) -> list[Any]:

@@ -45,14 +45,24 @@ def keys(seeds: Any, impl: str) -> Any:
     return made(seeds)
 
 
+def on_shards(*arrays: Any, body: Any, **how: Any) -> Any:
+    """The results of a body that each device runs on its shards along some axes of the mesh that is set."""
+    how["out_specs"] = list(how["out_specs"])
+    return jax.shard_map(functools.partial(evaluated, body=body), check_vma=False, **how)(*arrays)
+
+
 # Primitive: its function, where that is not the one in `jax.lax` of its name.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "device_put": lambda *arrays: arrays,
     "operation": evaluated,
+    "psum_invariant": lambda array, axes, **how: jax.lax.psum(array, axes, **how),
+    "pvary": lambda array, **_: array,
     "random_clone": jax.random.clone,
     "random_seed": keys,
     "random_unwrap": jax.random.key_data,
     "random_wrap": jax.random.wrap_key_data,
+    "reduce_scatter": lambda array, axis_size, axis_name, **how: jax.lax.psum_scatter(array, axis_name, **how),
+    "shard_map": on_shards,
 }
 
 
@@ -63,7 +73,7 @@ class Function(NamedTuple):
 
     @property
     def multiple_results(self) -> bool:
-        return self.name in ("device_put", "operation")
+        return self.name in ("device_put", "operation", "shard_map")
 
     def get_bind_params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
         return params

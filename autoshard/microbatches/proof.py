@@ -113,11 +113,12 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
 
 def refusal(conflict: _Conflict, split: Microbatches) -> MicrobatchError:
     line = conflict.line or "unknown line"
+    rows = f"{split.batch} rows" if split.samples == 1 else f"{split.batch} groups of {split.samples} rows"
     hint = "One row is a case of its own to jax.numpy: try half as many microbatches. " if split.rows == 1 else ""
     return MicrobatchError(
         f"microbatches={split.count} would change what the step computes: {conflict.eqn.primitive.name} at {line} "
         f"{conflict.reason}.\n"
-        f"{hint}Compute there what each of the {split.batch} rows of the batch can compute alone, or use "
+        f"{hint}Compute there what each of the {rows} of the batch can compute alone, or use "
         "microbatches=1."
     )
 
@@ -189,13 +190,14 @@ class _Walk:
     def step(self, whole: ClosedJaxpr, part: ClosedJaxpr) -> Proof:
         env: dict[Var, Relation] = {}
         for i, var in enumerate(whole.jaxpr.invars):
-            env[var] = Rows(self.split.dims[i], 1) if i in self.split.dims else Invariant.BEFORE
+            env[var] = Rows(self.split.dims[i], self.split.samples) if i in self.split.dims else Invariant.BEFORE
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
             if (relation := self.made_of_nothing(var, other, Invariant.BEFORE)) is None:
                 raise _Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not")
             env[var] = relation
         places: list[Invariant | None] = []
         inside: set[Var] = set()  # made in every microbatch
+        read = {atom for eqn in equations_of(whole.jaxpr) for atom in eqn.invars if isinstance(atom, Var)}
         pairs = _paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))
         for i, (eqn, small) in enumerate(pairs):
             relations = [_read(env, atom) for atom in eqn.invars]
@@ -203,6 +205,11 @@ class _Walk:
                 found, place = self.placed(eqn, small, relations, (i,))
             except _NeedsAhead as needed:
                 raise _NeedsAhead(needed.conflict, _sums_behind(needed.vars, whole.jaxpr, env)) from None
+            except _Conflict:
+                if not _moves_only(eqn.primitive.name) or not read.isdisjoint(eqn.outvars):
+                    raise
+                # A result that has other rows than the batch, as where rows were added: it is cut out of all of them.
+                found, place = [Invariant.AFTER] * len(eqn.outvars), Invariant.AFTER
             if place is Invariant.BEFORE and not inside.isdisjoint(
                 atom for atom in eqn.invars if isinstance(atom, Var)
             ):

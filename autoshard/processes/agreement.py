@@ -13,7 +13,7 @@ import hashlib
 import json
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from autoshard.cache import key_of, said_by, versions
 from autoshard.errors import ProcessError
+from autoshard.jaxprs import Jaxpr, inner_jaxprs
 from autoshard.options import Options
 from autoshard.plans.files import to_json
 from autoshard.plans.plan import PlanData
@@ -33,6 +34,7 @@ from autoshard.report.units import bytes_text
 from autoshard.tactics import text_of_tactic
 from autoshard.user_plan import Plan
 
+_DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")  # JAX lowers them in two ways
 _UNLIMITED = 0.0  # stands for any time limit in a key
 
 
@@ -68,6 +70,7 @@ class Claims:
             "arguments": _digest([str(value) for value in program.arguments]),
             "operations": _digest([text for text, _ in operations]),
             "program": program.fingerprint,
+            "random numbers": ", ".join(sorted({_generator(flag) for flag in _generators(program.jaxpr.jaxpr)})),
             "constants": _digest_of_constants(program),
             "rules": _digest(list(map(str, rules))),
             "memory": bytes_text(options.memory),
@@ -117,6 +120,19 @@ class Claims:
             f"  process {leader}: {theirs}\n  process {here}: {ours}\n"
             "Give every process the same step, options and shapes of arguments."
         )
+
+
+def _generators(jaxpr: Jaxpr) -> Iterator[bool]:
+    """Per equation that draws random numbers, those of loops and calls too, whether devices draw each their own."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _DRAWS:
+            yield eqn.ctx.threefry_partitionable
+        for inner in inner_jaxprs(eqn):
+            yield from _generators(inner.jaxpr)
+
+
+def _generator(is_partitionable: bool) -> str:
+    return f"jax_threefry_partitionable={is_partitionable}"
 
 
 def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Callable[[str], Plan]) -> Plan:

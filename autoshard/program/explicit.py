@@ -61,6 +61,7 @@ class Types:
     results: tuple[Layout | None, ...]  # per flat result
     reached: frozenset[int]  # results that an open argument goes into, other than through a `reshard`
     on_auto: frozenset[int]  # results that the step has put on Auto axes
+    written: tuple[PartitionSpec | None, ...]  # per flat argument, what its type says, whether it counts or not
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
@@ -95,7 +96,8 @@ def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types
         if (layout := results[i]) is not None and not any(layout):  # whole only because the argument counts as whole
             results[i] = None
     on_auto = frozenset(i for i, aval in enumerate(closed.out_avals) if _is_on_auto(aval))
-    return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto)
+    written = tuple(None if (one := type_sharding(aval)) is None else _bare(one.spec) for aval in closed.in_avals)
+    return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto, written)
 
 
 def _is_on_auto(aval: Any) -> bool:

@@ -102,16 +102,19 @@ def pipeline_from_json(node: Node, plan: PlanData) -> dict[str, Any]:
         figures = seconds.number(), peak.count(), in_flight.number(), sent.number()
         stages.append(PlannedStage(layers, part.on(plan.mesh), devices_at(plan.mesh, part.devices), {}, *figures))
 
-    def parts_of(one: Node) -> ArrayParts:
-        return one.items(lambda part: _part(part, saved))
+    def parts_of(name: str, arrays: int) -> tuple[ArrayParts, ...]:
+        found = shown[name].items(lambda one: one.items(lambda part: _part(part, saved)))
+        if len(found) != arrays:
+            raise shown[name].wrong(f"the parts of {arrays} arrays")
+        return found
 
     return {
         "saved": saved,
         "costs": costs,
         "stages": tuple(stages),
         "timeline": timeline,
-        "argument_parts": shown["argument_parts"].items(parts_of),
-        "result_parts": shown["result_parts"].items(parts_of),
+        "argument_parts": parts_of("argument_parts", len(plan.arguments)),
+        "result_parts": parts_of("result_parts", len(plan.results)),
         "without": Node(without, f"{node.path}/without").optional(lambda one: _without(one, dict(plan.mesh.shape))),
     }
 

@@ -212,7 +212,7 @@ def operations(x, key):
 
 def ran(closed, arguments):
     """A jaxpr run from its code."""
-    code, modules = operations_code(closed)
+    code, modules = operations_code(closed, {})
     names = {}
     imports = "\n".join(f"import {module}" for module in modules)
     lines = [
@@ -267,6 +267,6 @@ def test_what_code_cannot_say_is_named():
         return jax.pure_callback(np.sin, x, x)
 
     with pytest.raises(UnwritableError, match=r"pure_callback at test_written_out_steps.py:\d+ cannot be written"):
-        operations_code(jax.make_jaxpr(called)(np.ones(3, np.float32)))
+        operations_code(jax.make_jaxpr(called)(np.ones(3, np.float32)), {})
     with pytest.raises(UnwritableError, match=r"scatter at .* it applies a function"):
-        operations_code(jax.make_jaxpr(lambda x: x.at[1].apply(jnp.sin))(np.ones(3, np.float32)))
+        operations_code(jax.make_jaxpr(lambda x: x.at[1].apply(jnp.sin))(np.ones(3, np.float32)), {})

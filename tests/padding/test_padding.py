@@ -251,6 +251,37 @@ def test_padded_batches_run_in_microbatches(rows, padded):
     assert run.trace(state, batch, 0.1).microbatches == 2
 
 
+def rows_of_a_step(weights, batch):
+    """Losses and predictions of examples, beside sums over them."""
+
+    def loss(weights):
+        logits = jnp.tanh(batch["x"] @ weights) @ weights.T
+        losses = ((logits - batch["x"]) ** 2).sum(-1)
+        return losses.mean(), (losses, logits)
+
+    (value, (losses, logits)), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+    return weights - gradient, value, losses, {"logits": logits, "columns": logits.T, "best": logits.argmax(-1)}
+
+
+@pytest.mark.parametrize("microbatches", [2, "auto"])
+def test_rows_of_results_are_those_of_the_batch_in_microbatches(microbatches):
+    options = {"mesh": jax.make_mesh((8,), ("data",)), "pad": "batch", "microbatches": microbatches}
+    weights, batch = jnp.asarray(normal(WIDTH, 3)), {"x": normal(13, WIDTH)}
+    run = autoshard.autoshard(rows_of_a_step, **options)
+    assert_same(jax.tree.leaves(run(weights, batch)), jax.tree.leaves(jax.jit(rows_of_a_step)(weights, batch)))
+    assert run.trace(weights, batch).microbatches == (2 if microbatches == 2 else 1)
+
+
+def test_rows_that_a_microbatch_needs_of_others_are_refused():
+    """The step goes on with rows that it cuts out of the batch; results that nothing reads are cut out at the end."""
+    options = {"mesh": jax.make_mesh((8,), ("data",)), "pad": "batch", "microbatches": 2}
+    run = autoshard.autoshard(lambda x: jnp.tanh((x * 2)[:3]), **options)
+    with pytest.raises(autoshard.MicrobatchError, match=r"slice at .* needs all rows of the batch at once"):
+        run(normal(16, WIDTH))
+    first = autoshard.autoshard(lambda x: ((x * 2)[:3], x.sum(0)), **options)
+    assert_same(first(normal(16, WIDTH)), [normal(16, WIDTH)[:3] * 2, normal(16, WIDTH).sum(0)])
+
+
 def test_a_plan_that_is_given_is_that_of_the_padded_batch():
     mesh, fixed = jax.make_mesh((8,), ("data",)), {"batch/x": jax.P(), "batch/y": jax.P()}
     state = {"w": jnp.asarray(normal(WIDTH, 2)), "step": jnp.asarray(0)}

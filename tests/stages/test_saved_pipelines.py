@@ -121,6 +121,7 @@ DAMAGE = {
     "programs": ("programs", 3),
     "costs": ("task_costs", {"forward": [1.0]}),
     "layout": ("argument_parts", [[[0, [2], [["nowhere"]]]]]),
+    "places of too few results": ("result_parts", []),
     "unknown": ("orders", []),
 }
 
