@@ -1,14 +1,11 @@
 """Pipelines against published ones, all priced by one model: what is chosen, how long it takes, how far from the best.
 
     python benchmarks/pipelines.py large            # Llama 3 70B and GPT-3 on hosts of H100 and slices of v5e
-    python benchmarks/pipelines.py alpa             # GPT on V100 machines, beside Alpa's stages
     python benchmarks/pipelines.py memory           # predicted bytes of stages beside those of compiled ones, on v5e
     python benchmarks/pipelines.py large --only "llama 70b, h100:16x8"
 
 `large` prices Megatron's recipe (arXiv:2104.04473) by the same model: tensor parallelism inside a host, 1F1B or
-interleaved 1F1B across hosts, in the best number of stages, chunks and microbatches. `alpa` prices the stages that Alpa
-published for its machines (alpa-projects/alpa, benchmark/alpa/suite_auto_gpt.py). A Llama of the same sizes stands for
-its GPT.
+interleaved 1F1B across hosts, in the best number of stages, chunks and microbatches. `alpa.py` has the suites of Alpa.
 """
 
 from __future__ import annotations
@@ -16,10 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -27,18 +23,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from shardings import megatron
-from workloads import Workload
+from workloads import Abstract, Workload
 
-from autoshard import Link, Topology, plan, topology
+from autoshard import plan, topology
 from autoshard.layout import Layout, layout_of
-from autoshard.model.xla.backends import Backend, backend_of
+from autoshard.model.xla.backends import backend_of
 from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule
-from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline, search_planned
+from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
 from autoshard.stage_planning.planned_stage import stage_memory
-from autoshard.stage_planning.space import CHUNKS, SpaceRequest, planned_space
+from autoshard.stage_planning.space import CHUNKS
 from autoshard.stage_planning.sub_meshes import sub_mesh_shapes
-from autoshard.stage_search import ChosenStage, PipelineChoice, SearchSettings, SimulatedChoice, simulated
+from autoshard.stage_search import SimulatedChoice
 
 LLAMA_70B = {"layers": 80, "d_model": 8192, "heads": 64, "shared_heads": 8, "d_hidden": 28672, "vocab": 128256}
 GPT_3 = {"layers": 96, "d_model": 12288, "heads": 96, "shared_heads": 96, "d_hidden": 32768, "vocab": 51200}
@@ -72,9 +68,8 @@ LARGE = {
 }  # fmt: skip
 
 
-def steps_of(workload: Workload, fixed: Mapping[str, Layout] | None = None) -> CuttableSteps:
-    """The train step of a workload, traced for shapes alone."""
-    made = workload.abstract()
+def steps_of(made: Abstract, fixed: Mapping[str, Layout] | None = None) -> CuttableSteps:
+    """A train step, traced for shapes alone."""
     traced = traced_step(made.step, (made.state, made.batch), {}, has_rule=has_rule, donate_argnums=0)
     program = traced.program()
     by_index = {i: fixed[value.name] for i, value in enumerate(program.own_arguments) if value.name in (fixed or {})}
@@ -118,7 +113,7 @@ def large(only: Sequence[str]) -> None:
         setting = LARGE[name]
         machine = machine_of(setting.machine, setting.axes)
         begin = time.process_time()
-        chosen = choose_pipeline(steps_of(setting.workload), machine, counts=setting.counts)
+        chosen = choose_pipeline(steps_of(setting.workload.abstract()), machine, counts=setting.counts)
         spent = time.process_time() - begin
         print(f"{name}: planned in {spent:.0f} CPU-s", flush=True)
         if chosen is None:
@@ -146,87 +141,12 @@ def recipe(setting: Setting, machine: Machine) -> ChosenPipeline | None:
         if shape.in_row.devices % inner == 0
     ]
     return choose_pipeline(
-        steps_of(setting.workload, layouts), machine, counts=setting.counts, schedules=MEGATRON_SCHEDULES, shapes=shapes
+        steps_of(setting.workload.abstract(), layouts),
+        machine,
+        counts=setting.counts,
+        schedules=MEGATRON_SCHEDULES,
+        shapes=shapes,
     )
-
-
-# Alpa's machines: p3.16xlarge, 8 V100 of 16 GB with NVLink (150 GB/s one way each) and 25 Gbit/s of network between
-# hosts, which the 8 share (docs.aws.amazon.com/ec2, NVIDIA V100 data sheet).
-V100 = {"float32": 15.7e12, "bfloat16": 125e12, "float16": 125e12}
-NVLINK, ETHERNET = Link(1.9e-6, 150e9), Link(2e-5, 25e9 / 8 / 8)
-
-# Size -> sequence, width, layers, heads, vocabulary (suite_manual_gpt.py).
-GPT = {
-    "760M": (1024, 1536, 24, 16, 51200), "1.3B": (1024, 2048, 24, 32, 51200), "2.6B": (1024, 2560, 32, 32, 51200),
-    "6.7B": (1024, 4096, 32, 32, 51200), "15B": (1024, 5120, 48, 40, 51200), "39B": (1024, 8192, 48, 64, 51200),
-}  # fmt: skip
-# Devices -> size, microbatches, and the devices of each stage, with equal layers (suite_auto_gpt.py).
-ALPA_GPT = {
-    2: ("760M", 128, (1, 1)), 4: ("1.3B", 128, (2, 2)), 8: ("2.6B", 128, (2, 2, 4)), 16: ("6.7B", 64, (8, 8)),
-    32: ("15B", 128, (8,) * 4), 64: ("39B", 1024, (4,) * 16),
-}  # fmt: skip
-
-
-def v100s(devices: int) -> Machine:
-    """So many of Alpa's devices."""
-    inside = min(devices, 8)
-    axes = {"data": devices // inside, "model": inside}
-    links = {"data": ETHERNET, "model": NVLINK}
-    costs = Topology({axis: links[axis] for axis, size in axes.items() if size > 1}, 16 * 2.0**30, 900e9, V100)
-    return Machine(axes, costs, backend("h100:8"), costs.memory_bytes)
-
-
-def backend(name: str) -> Backend:
-    """The compiler of a machine."""
-    return backend_of(AbstractMesh((8,), ("model",)), name)
-
-
-def published(
-    setting: tuple[str, int, tuple[int, ...]], space: Any, shares: Sequence[float]
-) -> Iterator[SimulatedChoice]:
-    """Alpa's stages, with each plan of their sub-meshes that the tables have."""
-    _, count, devices = setting
-    at = [0, *(round(space.layers * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares)))]
-    by_size: dict[int, list[Any]] = {}
-    for table in space.costs[count].tables:
-        by_size.setdefault(table.shape.devices, []).append(table)
-    for variant in range(max(map(len, by_size.values()))):
-        stages, start = [], 0
-        for i, size in enumerate(devices):
-            table = by_size[size][min(variant, len(by_size[size]) - 1)]
-            stages.append(ChosenStage(at[i], at[i + 1], table, start))
-            start += size
-        found = simulated(space, PipelineChoice("1f1b", 1, count, tuple(stages)))
-        if found is not None and found.fits:
-            yield found
-
-
-def alpa(only: Sequence[str]) -> None:
-    """Alpa's GPT suite: the best pipeline of the tables beside Alpa's own stages on the same tables."""
-    for devices, setting in ALPA_GPT.items():
-        size, count, stages = setting
-        if only and size not in only:
-            continue
-        seq, width, layers, heads, vocab = GPT[size]
-        sizes = {"layers": layers, "d_model": width, "heads": heads, "shared_heads": heads, "d_hidden": 8 * width // 3}
-        workload = Workload("llama", sizes | BF16 | {"vocab": vocab, "seq": seq, "batch": 1024})
-        machine = v100s(devices)
-        begin = time.process_time()
-        steps = steps_of(workload)
-        request = SpaceRequest(
-            steps.cut_into_units, machine.mesh_shape, machine.topology, machine.backend, machine.memory,
-            sorted({64, 128, 256, 512, count}), sorted({256, count}), (("1f1b", 1), ("gpipe", 1)),
-        )  # fmt: skip
-        found = planned_space(request)
-        if found is None:
-            print(f"GPT {size} on {devices} V100: none fits")
-            continue
-        found, result = search_planned(found, SearchSettings())
-        best = result.best
-        own = min(published(setting, found.space, [1.0] * len(stages)), key=lambda one: one.seconds, default=None)
-        print(f"GPT {size} on {devices} V100, {time.process_time() - begin:.0f} CPU-s")
-        print(told("chosen", best))
-        print(told(f"Alpa's {len(stages)} stages", own), flush=True)
 
 
 # Two layers per stage and few words, so that each program is compiled for TPU in seconds. Microbatches are so large
@@ -267,10 +187,10 @@ def memory(only: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["large", "alpa", "memory"])
+    parser.add_argument("what", choices=["large", "memory"])
     parser.add_argument("--only", nargs="*", default=[])
     given = parser.parse_args()
-    {"large": large, "alpa": alpa, "memory": memory}[given.what](given.only)
+    {"large": large, "memory": memory}[given.what](given.only)
 
 
 if __name__ == "__main__":

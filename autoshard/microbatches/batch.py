@@ -6,13 +6,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from autoshard.errors import MicrobatchError
-from autoshard.jaxprs import ClosedJaxpr, is_array
+from autoshard.jaxprs import ClosedJaxpr, Jaxpr, aval_of, inner_jaxprs, is_array
 from autoshard.microbatches.loop import looped
+from autoshard.microbatches.relations import scaled_dims
 from autoshard.microbatches.rows import Microbatches
 from autoshard.program.paths import slashed
 from autoshard.program.tracing import TracedStep
@@ -129,7 +131,8 @@ def traced_in_part(traced: TracedStep, count: int, groups: int = 1) -> tuple[Clo
     refusal: MicrobatchError | None = None
     for split in itertools.islice(_candidates(traced, count, groups), _ATTEMPTS):
         try:
-            return traced.again(tuple(_types(traced, split))), split
+            part = traced.again(tuple(_types(traced, split)))
+            return part, _with_samples_together(traced.closed, part, split)
         except Exception as error:  # whatever the step does with fewer rows
             if refusal is None:
                 refusal = MicrobatchError(
@@ -141,11 +144,36 @@ def traced_in_part(traced: TracedStep, count: int, groups: int = 1) -> tuple[Clo
     raise refusal
 
 
+def _with_samples_together(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Microbatches:
+    """The split with rows of as many samples as the step treats together.
+
+    A dim that grows with the batch, and is no multiple of it, has one element for several samples.
+    """
+    sizes = {split.batch, *_growing_sizes(whole.jaxpr, part.jaxpr, split.parts)}
+    batch = math.gcd(*sizes)
+    if batch % split.parts:  # the samples of one row would be in several microbatches
+        return split
+    return replace(split, batch=batch, samples=split.batch // batch)
+
+
+def _growing_sizes(whole: Jaxpr, part: Jaxpr, parts: int) -> Iterator[int]:
+    """Sizes of dims that are so many times as long in the whole step as in its part."""
+    for eqn, small in zip(whole.eqns, part.eqns, strict=False):
+        for made, other in zip(eqn.outvars, small.outvars, strict=False):
+            if is_array(aval_of(made)) and is_array(aval_of(other)):
+                shape = aval_of(made).shape
+                yield from (shape[dim] for dim in scaled_dims(shape, aval_of(other).shape, parts) or ())
+        for inner, inner_part in zip(inner_jaxprs(eqn), inner_jaxprs(small), strict=False):
+            yield from _growing_sizes(inner.jaxpr, inner_part.jaxpr, parts)
+
+
 def _types(traced: TracedStep, split: Microbatches) -> list[Any]:
     """The types of arguments with the rows of one microbatch."""
     return [
         jax.ShapeDtypeStruct(
-            (split.rows, *aval.shape[1:]) if i in split.dims else aval.shape, aval.dtype, weak_type=aval.weak_type
+            (aval.shape[0] // split.parts, *aval.shape[1:]) if i in split.dims else aval.shape,
+            aval.dtype,
+            weak_type=aval.weak_type,
         )
         if is_array(aval)
         else aval

@@ -113,11 +113,12 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
 
 def refusal(conflict: _Conflict, split: Microbatches) -> MicrobatchError:
     line = conflict.line or "unknown line"
+    rows = f"{split.batch} rows" if split.samples == 1 else f"{split.batch} groups of {split.samples} rows"
     hint = "One row is a case of its own to jax.numpy: try half as many microbatches. " if split.rows == 1 else ""
     return MicrobatchError(
         f"microbatches={split.count} would change what the step computes: {conflict.eqn.primitive.name} at {line} "
         f"{conflict.reason}.\n"
-        f"{hint}Compute there what each of the {split.batch} rows of the batch can compute alone, or use "
+        f"{hint}Compute there what each of the {rows} of the batch can compute alone, or use "
         "microbatches=1."
     )
 
@@ -189,7 +190,7 @@ class _Walk:
     def step(self, whole: ClosedJaxpr, part: ClosedJaxpr) -> Proof:
         env: dict[Var, Relation] = {}
         for i, var in enumerate(whole.jaxpr.invars):
-            env[var] = Rows(self.split.dims[i], 1) if i in self.split.dims else Invariant.BEFORE
+            env[var] = Rows(self.split.dims[i], self.split.samples) if i in self.split.dims else Invariant.BEFORE
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
             if (relation := self.made_of_nothing(var, other, Invariant.BEFORE)) is None:
                 raise _Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not")

@@ -4,6 +4,9 @@ The batch is G groups of rows, one after the other. Microbatch m of M has the ro
 So the shard that a device has of the batch has as many rows of every microbatch, and taking one moves nothing.
 
 A dim may have O blocks, one behind the other, each with all rows of the batch.
+
+Where a step treats samples together that lie next to each other in the batch, as the answers to one prompt, each row
+is so many samples.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class Microbatches:
     batch: int  # rows of the whole batch
     dims: Mapping[int, int]  # argument index -> its dim of the batch, of those that have one
     groups: int = 1  # of rows, that are run side by side and summed up after the last microbatch
+    samples: int = 1  # of each row: entries of the arguments' dims, next to each other
 
     @property
     def parts(self) -> int:

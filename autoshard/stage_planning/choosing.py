@@ -181,7 +181,7 @@ def choose_pipeline(
         StageError: it cannot be cut.
     """
     begin = time.monotonic()
-    counts = microbatch_counts(steps.rows) if counts is None else list(counts)
+    counts = _possible(steps, microbatch_counts(steps.rows) if counts is None else list(counts))
     if not counts:
         return None
     planned = sorted({counts[len(counts) // 2], counts[-1]})
@@ -224,6 +224,22 @@ def choose_pipeline(
         return None
     names = tuple(unit.name for unit in steps.units_of(counts[0]).units)
     return ChosenPipeline(tried.best, found.shapes, names, result, tried.tabled_seconds)
+
+
+def _possible(steps: CuttableSteps, counts: Sequence[int]) -> Sequence[int]:
+    """The numbers of microbatches that the step can run in: rows that it treats together may be too few in many.
+
+    Raises:
+        MicrobatchError: it can run in none.
+    """
+    while counts:
+        try:
+            steps.units_of(counts[-1])
+            break
+        except MicrobatchError:
+            steps.units_of(counts[0])
+            counts = counts[:-1]
+    return counts
 
 
 def _searched(

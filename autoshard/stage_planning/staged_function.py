@@ -159,7 +159,7 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
 
         def planned(variants: StepVariants, enough: float, share: float) -> _PlannedStages:
             try:
-                return _PlannedStages(self._planned_to_fit(variants, program))
+                return _PlannedStages(self._planned_to_fit(variants, program, until))
             except StageError as error:
                 if variants is traced:
                     raise
@@ -168,20 +168,21 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
         devices, until = options.mesh.size // self._request.stages, time.monotonic() + options.time_limit
         return RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest().plan
 
-    def _planned_to_fit(self, traced: StepVariants, program: Program) -> PipelinePlan:
+    def _planned_to_fit(self, traced: StepVariants, program: Program, until: float = math.inf) -> PipelinePlan:
         """
         Args:
             program: the step as it is written, which may be rewritten in `traced`.
+            until: when planning ends, if not earlier by the time limit.
 
         Raises:
             MemoryLimitError: a stage holds more than the memory limit.
         """
         options = self._options
         if options.remat is None:
-            pipeline = self._planned_stages(traced, program)
+            pipeline = self._planned_stages(traced, program, until)
         else:
-            until = time.monotonic() + options.time_limit
-            pipeline = StageLevels(self._asked(traced, program), self._stage_figures, until).fastest()
+            asked = self._asked(traced, program, until)
+            pipeline = StageLevels(asked, self._stage_figures, asked.until).fastest()
         pipeline = replace(pipeline, rewritten=_places(traced))
         check_fits(pipeline, options, DISPATCH_SECONDS)
         return pipeline_plan(pipeline, options, DISPATCH_SECONDS)

@@ -29,7 +29,7 @@ FIELDS = ("forward", "backward", "weight", "after", "fixed_bytes", "microbatch_b
 
 # How well units are planned for tables. The stages that are chosen are planned as any step is, if they fit so.
 _EFFORT: Mapping[str, Any] = {"gap": 0.03, "work": 2.0, "shares": (1.0,)}
-_ALIKE = 1e-3  # units are planned as one if their FLOPs and their parameters differ by no larger share
+_ALIKE = 1e-3  # units are planned as one if their FLOPs, parameters and results differ by no larger share
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +104,8 @@ def kinds_of(units: Sequence[Unit]) -> list[int]:
 
 
 def _is_alike(unit: Unit, other: Unit) -> bool:
-    flops = math.isclose(unit.forward_flops, other.forward_flops, rel_tol=_ALIKE)
-    return flops and math.isclose(unit.parameter_bytes, other.parameter_bytes, rel_tol=_ALIKE)
+    sizes = ((one.forward_flops, one.parameter_bytes, one.made_bytes) for one in (unit, other))
+    return all(math.isclose(one, another, rel_tol=_ALIKE) for one, another in zip(*sizes, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

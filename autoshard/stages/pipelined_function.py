@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -117,14 +118,16 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         traced = self._traced(static, dynamic, types)
         return self._planned_stages(traced, traced.program(Variant()))
 
-    def _planned_stages(self, traced: StepVariants, program: Program) -> PlannedPipeline:
+    def _planned_stages(self, traced: StepVariants, program: Program, until: float = math.inf) -> PlannedPipeline:
         """The stages of a traced step, planned.
 
         Args:
             program: the step as it is written.
+            until: when planning ends, if not earlier by the time limit.
         """
-        return self._asked(traced, program).planned()
+        return self._asked(traced, program, until).planned()
 
-    def _asked(self, traced: StepVariants, program: Program) -> AskedStages:
-        """The stages that the user asks for, of a traced step."""
-        return AskedStages.of(traced.step, traced.mesh, program, self._request, self._options, self._jit_keywords)
+    def _asked(self, traced: StepVariants, program: Program, until: float = math.inf) -> AskedStages:
+        """The stages that the user asks for, of a traced step; planned until then, or within the time limit."""
+        how = self._request, self._options, self._jit_keywords, until
+        return AskedStages.of(traced.step, traced.mesh, program, *how)

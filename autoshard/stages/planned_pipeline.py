@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -92,6 +94,7 @@ class AskedStages:
     options: Options
     jit_keywords: Mapping[str, Any]
     context: AbstractMesh  # that the step was traced under
+    until: float  # when planning ends, as `time.monotonic` has it
     known: dict[Any, Plan] = field(default_factory=dict, repr=False)  # plans of programs that are alike
 
     @classmethod
@@ -103,14 +106,19 @@ class AskedStages:
         request: PipelineRequest,
         options: Options,
         jit_keywords: Mapping[str, Any],
+        until: float = math.inf,
     ) -> AskedStages:
         """
+        Args:
+            until: when planning ends, if not earlier by the time limit.
+
         Raises:
             MicrobatchError: the step cannot run in microbatches, with the line.
         """
         with jax.sharding.use_abstract_mesh(context):
             step = CuttableStep.of(traced, request.microbatches, program.carried, program.name)
-        return cls(step, program, request, options, jit_keywords, context)
+        until = min(until, time.monotonic() + options.time_limit)
+        return cls(step, program, request, options, jit_keywords, context, until)
 
     @cached_property
     def order(self) -> Schedule:
@@ -157,7 +165,8 @@ class AskedStages:
         fixed = fixed_layouts(self.program, options.fixed, dict(meshes[0].shape))
         own = {i: layout for i, layout in fixed.items() if i < len(self.program.own_arguments)}
         how = programs, self.program, options, own, self.program.donated, self.jit_keywords, self.known
-        plans = StagePlanner(*how, in_flight=_in_flight(order), is_limited=is_limited).plans(homes, starts)
+        more: dict[str, Any] = {"in_flight": _in_flight(order), "is_limited": is_limited, "until": self.until}
+        plans = StagePlanner(*how, **more).plans(homes, starts)
         runs = itertools.pairwise([0, *self.firsts, len(self.units.units)])
         layers = tuple(tuple(unit.name for unit in self.units.units[a:b]) for a, b in runs)
         return PlannedPipeline(programs, plans, order, meshes, self.program, layers, positions)

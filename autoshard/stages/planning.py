@@ -6,6 +6,8 @@ sums holds for the programs after it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +30,7 @@ from autoshard.tactics import TacticLike
 from autoshard.user_plan import Plan
 
 _FREE = 2.0**60  # bytes: a limit that is none
+_LEAST_SECONDS = 0.1  # that a program is planned for, however late it is
 
 
 @dataclass
@@ -43,6 +46,11 @@ class StagePlanner:
     known: dict[Any, Any] = field(default_factory=dict)  # plans of programs, and costs of stages, that are alike
     in_flight: Sequence[float] = ()  # per stage, microbatches that its devices hold at most; () for one each
     is_limited: bool = True  # whether programs that fit in no way are errors; else they are planned as if they did
+    until: float = math.inf  # when planning ends, as `time.monotonic` has it; not later than the time limit says
+    _done: int = field(default=0, init=False)  # programs that are planned
+
+    def __post_init__(self) -> None:
+        self.until = min(self.until, time.monotonic() + self.options.time_limit)
 
     def plans(self, meshes: Sequence[Any], starts: Sequence[int] = ()) -> tuple[Plan, ...]:
         """A plan per program, in the order of `StagePrograms.programs`, each on the mesh of its stage.
@@ -104,10 +112,20 @@ class StagePlanner:
         look = self._tactics.look(program) if options.tactics else None
         key = identity_of(made), tuple(sorted(pinned.items())), tuple(mesh.shape.items()), options.topology, look
         if key not in self.known:
-            self.known[key] = self._planned(program, made, options)
+            self.known[key] = self._planned(program, made, replace(options, time_limit=self._seconds()))
+        self._done += 1
         plan = self.known[key].on(mesh).bound_to(made)
         StageLayouts(self.programs, self.donated, layouts).add(program, plan)
         return lowered(made, replace(plan, name=made.name), self.jit_keywords)
+
+    def _seconds(self) -> float:
+        """That the search for one program may take.
+
+        Our own search mostly ends long before, so it may have half of what is left. Others take all that they get.
+        """
+        left = self.until - time.monotonic()
+        fair = left / max(1, len(self.programs.programs) - self._done)
+        return max(_LEAST_SECONDS, fair if self.options.search is not None else max(fair, left / 2))
 
     @cached_property
     def _tactics(self) -> StageTactics:

@@ -27,6 +27,14 @@ Bounds = tuple[int, ...]  # along dim 0 where pieces start and end: (0, 2, 4)
 
 # The parameter of a primitive that says the result's shape, dim 0 first.
 _SHAPE = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
+# What makes one result of those of pieces.
+_JOINS: Mapping[str, Callable[..., Any]] = {
+    "add": jax.lax.add,
+    "and": jax.lax.bitwise_and,
+    "max": jax.lax.max,
+    "min": jax.lax.min,
+    "or": jax.lax.bitwise_or,
+}
 _TOLD_BY_SHAPE = frozenset({"limit_indices", "new_sizes", "padding_config", "shape", "sizes", "slice_sizes"})
 
 
@@ -82,7 +90,8 @@ def taken_apart(closed: ClosedJaxpr, cuts: Mapping[int, Bounds]) -> TakenApart:
         if whole in arguments
         for var, (start, stop) in zip(parts, itertools.pairwise(bounds), strict=True)
     }
-    joined = {walk.whole[var]: pieces.atoms for var, pieces in walk.pieces.items() if var in walk.whole}
+    made = {var: pieces for var, pieces in walk.pieces.items() if var not in arguments}
+    joined = {walk.whole[var]: pieces.atoms for var, pieces in made.items() if var in walk.whole}
     return TakenApart(ClosedJaxpr(jaxpr, closed.consts), tuple(walk.origins), slices, joined)
 
 
@@ -101,6 +110,7 @@ class _Walk:
         self.at = Origin(0)
 
     def run(self) -> list[Any]:
+        self.take_arguments_apart()
         for i, eqn in enumerate(equations_of(self.jaxpr)):
             self.at = Origin(i)
             self.makers |= dict.fromkeys(eqn.outvars, eqn)
@@ -111,6 +121,16 @@ class _Walk:
                 self.emit(eqn if inputs == list(eqn.invars) else eqn.replace(invars=inputs))
         self.at = Origin(len(equations_of(self.jaxpr)))
         return [self.plain(atom, None) for atom in self.jaxpr.outvars]
+
+    def take_arguments_apart(self) -> None:
+        """Puts the stacks that these scans read into pieces, for all else that reads them: norms of weights, decay."""
+        arguments = set(self.jaxpr.invars)
+        for i, bounds in self.cuts.items():
+            eqn = equations_of(self.jaxpr)[i]
+            for atom in eqn.invars[sum(scan_counts(eqn)) :]:
+                if isinstance(atom, Var) and atom in arguments and atom not in self.pieces:
+                    self.pieces[atom] = _Pieces(self.cut(atom, bounds, eqn), bounds)
+                    self.whole[atom] = atom
 
     def emit(self, eqn: JaxprEqn, trip: int = 0) -> None:
         self.equations.append(eqn)
@@ -231,20 +251,21 @@ class _Walk:
         if rule.results[0] and rule.results[0][0] == (name,):
             self.pieces[var] = _Pieces(tuple(self.written(eqn, operands, bounds)), bounds)
             return True
-        if name not in rule.reduction or REDUCTIONS.get(eqn.primitive.name) != "add":
+        joins = _JOINS.get(REDUCTIONS.get(eqn.primitive.name, ""))
+        if name not in rule.reduction or joins is None:
             return False
-        parts = self.written(eqn, operands, bounds, is_summed=True)
-        self.whole[var] = functools.reduce(lambda one, other: self.made(jax.lax.add, [one, other], eqn), parts)
+        parts = self.written(eqn, operands, bounds, is_reduced=True)
+        self.whole[var] = functools.reduce(lambda one, other: self.made(joins, [one, other], eqn), parts)
         return True
 
     def written(
-        self, eqn: JaxprEqn, operands: Collection[int], bounds: Bounds, *, is_summed: bool = False
+        self, eqn: JaxprEqn, operands: Collection[int], bounds: Bounds, *, is_reduced: bool = False
     ) -> list[Var]:
         """An equation once per piece.
 
         Args:
             operands: those of which it reads a piece each.
-            is_summed: whether the results are of whole shape, to be added up.
+            is_reduced: whether the results are of whole shape, of which one is made.
         """
         parts = [
             self.cut(x, bounds, eqn) if i in operands else (self.plain(x, eqn),) * (len(bounds) - 1)
@@ -253,7 +274,7 @@ class _Walk:
         made = []
         for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
             inputs = [several[n] for several in parts]
-            if is_summed:
+            if is_reduced:
                 made.append(Var(eqn.outvars[0].aval))
                 self.emit(eqn.replace(invars=inputs, outvars=[made[-1]]), start)
             else:

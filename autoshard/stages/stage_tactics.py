@@ -48,8 +48,8 @@ class StageTactics:
             MeshError: a tactic names an axis that the mesh does not have.
         """
         backend = formulation.prices.backend
-        asked, (parts, _) = self._asked_on(mesh, backend), self._roles_on(mesh, backend)
-        roles = PartRoles.of(self._interface, parts, self._number(program), formulation, mesh)
+        asked, (parts, whole) = self._asked_on(mesh, backend), self._roles_on(mesh, backend)
+        roles = PartRoles.of(self._interface, parts, self._number(program), formulation, mesh, whole)
         layouts = {
             i: (_of_rows(layout) if key.kind == "piece" else layout, said_by)
             for i, key in enumerate(program.inputs)

@@ -118,6 +118,25 @@ def _readers(groups: Sequence[Group]) -> Mapping[int, Sequence[Reader]]:
     return found
 
 
+def _are_grouped_alike(part: StepPart, formulation: Formulation) -> bool:
+    """Whether a formulation has the groups of a part, on the same values: a constraint on a result is one more."""
+    return _form(part.program, part.groups) == _form(formulation.program, formulation.groups)
+
+
+def _form(program: Program, groups: Sequence[Group]) -> Any:
+    """Equal for groups of the same equations on the same values."""
+    arguments = [(value.id, value.shape) for value in program.arguments]
+    return arguments, [
+        (
+            group.sizes,
+            [equation.primitive for equation in group.equations],
+            [(use.value.id, use.dims) for use in group.uses],
+            [(made.value.id, made.dims) for made in group.outputs],
+        )
+        for group in groups
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class PartRoles:
     """What the groups and arguments of one part are, by the roles of the whole step."""
@@ -135,17 +154,23 @@ class PartRoles:
         number: int,
         formulation: Formulation,
         mesh: Mapping[str, int],
+        known: Roles | None = None,
     ) -> PartRoles:
         """
         Args:
             parts: all of them, in the order in which they run.
             number: of the part whose formulation this is.
             mesh: axis -> devices.
+            known: the roles of these parts: taken where the formulation groups its part as it is grouped here.
         """
         own = parts[number]
-        own = StepPart(formulation.program, formulation.groups, own.inputs, own.outputs)
-        groups = StepGroups.of(step, [*parts[:number], own, *parts[number + 1 :]], mesh)
-        return cls(Roles(groups), formulation, [groups.arguments.get(name) for name in own.inputs], number)
+        whole = known
+        if whole is None or not _are_grouped_alike(own, formulation):
+            own = StepPart(formulation.program, formulation.groups, own.inputs, own.outputs)
+            whole = Roles(StepGroups.of(step, [*parts[:number], own, *parts[number + 1 :]], mesh))
+        assert isinstance(whole.step, StepGroups), "the roles are of parts"
+        arguments = whole.step.arguments
+        return cls(whole, formulation, [arguments.get(name) for name in own.inputs], number)
 
     @property
     def _groups(self) -> StepGroups:

@@ -224,6 +224,28 @@ def test_results_that_nothing_reads_are_cut_out_of_all_rows(groups):
     check(step, (WEIGHTS, BATCH), count=2, groups=groups)
 
 
+def answers_to_one_prompt(weights, batch, key):
+    """Rewards count against those of the other answers (GRPO), and experts are dealt out among tokens of two rows."""
+    kept = jax.random.bernoulli(key, 0.8, batch["x"].shape)
+    x = layers(weights, batch["x"] * kept)
+    rewards = batch["y"].mean((1, 2)).reshape(-1, 4)
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-3)
+    pairs = x.reshape(-1, 2 * x.shape[1], FEATURES)
+    mixed = jnp.einsum("gsf,gtf->gst", jax.nn.softmax(jnp.cumsum(pairs, 1)), pairs)
+    return jnp.mean(advantages.reshape(-1, 1, 1) * x) + jnp.mean(mixed**2)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_samples_that_are_treated_together_stay_together(groups):
+    check(*trained(answers_to_one_prompt), count=2, groups=groups)
+
+
+def test_samples_that_are_treated_together_are_in_one_microbatch():
+    step, args = trained(answers_to_one_prompt)
+    with pytest.raises(MicrobatchError, match="takes a batch of 16 rows, but not one of 2"):
+        in_parts(step, args, 8)
+
+
 def layered_with_metrics(weights, batch):
     """Metrics that are no sums, of all layers and inside their loop; their derivatives stand in the trace unread."""
 

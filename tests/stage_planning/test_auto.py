@@ -252,7 +252,7 @@ def test_a_unit_that_cannot_be_cut_out_leaves_the_others_of_its_kind():
     kinds = (1.0, 2.0, 2.0, 2.0, 2.0, 3.0)
     units = SimpleNamespace(
         units=[
-            SimpleNamespace(forward_flops=kind, parameter_bytes=0, crossing_bytes=1, start=Origin(i))
+            SimpleNamespace(forward_flops=kind, parameter_bytes=0, made_bytes=0, crossing_bytes=1, start=Origin(i))
             for i, kind in enumerate(kinds)
         ]
     )

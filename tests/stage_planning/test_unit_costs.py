@@ -70,8 +70,13 @@ def test_what_a_search_has_not_improved_is_sought_longer(monkeypatch):
 
 
 def test_a_layer_with_a_norm_behind_it_is_like_the_others():
-    units = [SimpleNamespace(forward_flops=flops, parameter_bytes=size) for flops, size in UNITS]
+    units = [SimpleNamespace(forward_flops=flops, parameter_bytes=size, made_bytes=1) for flops, size in UNITS]
     assert kinds_of(units) == [0, 1, 1, 1, 4, 5, 5]
+
+
+def test_a_convolution_that_makes_more_of_as_much_work_is_another_kind():
+    units = [SimpleNamespace(forward_flops=1e12, parameter_bytes=1 << 20, made_bytes=made) for made in (4, 1, 4)]
+    assert kinds_of(units) == [0, 1, 0]
 
 
 UNITS = [(0.0, 1e9), (1e12, 7e9), (1e12, 7e9), (1.00002e12, 7.0001e9), (1.1e12, 7e9), (1e9, 0), (1e9, 0)]

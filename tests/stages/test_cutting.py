@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from equality import are_equal, assert_equal
 from one_device import cut_evenly, cuttable, run_in_order
@@ -46,6 +47,31 @@ def test_one_activation_crosses_each_boundary_and_one_cotangent(unrolled):
     assert sorted(programs.sends) == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
     for keys in programs.sends.values():
         assert [programs.types[key].shape for key in keys] == [ACTIVATION]
+
+
+def guarded():
+    """Gradients in units of the largest, and none if one is infinite; then steps in units of the weights' size."""
+
+    def update(gradients, state, weights=None):
+        leaves = jax.tree.leaves(gradients)
+        is_finite = jnp.stack([jnp.all(jnp.isfinite(one)) for one in leaves]).all()
+        largest = jnp.stack([jnp.max(jnp.abs(one)) for one in leaves]).max()
+        return jax.tree.map(lambda one: jnp.where(is_finite, one / largest, 0.0), gradients), state
+
+    return optax.chain(optax.GradientTransformation(lambda _: (), update), optax.adafactor(1e-2))
+
+
+def test_of_stacks_of_layers_numbers_alone_cross_after_the_loop():
+    step, args = scanned(optimizer=guarded())
+    programs = cut_evenly(step, args, 2, 3)
+    expected = jax.tree.leaves(jax.jit(step)(*args))
+    assert_equal(run_in_order(programs, jax.tree.leaves(args)), expected)
+    makers = {key: one.stage for one in programs.programs for key in one.outputs}
+    sent = {key for one in programs.programs for key in one.inputs if makers.get(key, one.stage) != one.stage}
+    numbers_alone = {programs.types[key].shape for key in sent if key.kind == "late"}
+    stacks = {i for i, leaf in enumerate(jax.tree.leaves(args)) if leaf.shape[:1] == (LAYERS,)}
+    read = {key.number for one in programs.programs for key in one.inputs if key.kind == "argument"}
+    assert numbers_alone == {()} and not stacks & read
 
 
 def test_weight_programs_take_half_of_the_backward_pass(unrolled):
