@@ -58,8 +58,8 @@ def explained(path):
 
 @functools.cache
 def tight() -> Plan:
-    """Of 550 kB 467.5 may be filled. `free` holds 495.7 outside the chip; with batches over both axes it is 430.2."""
-    return planned(memory=550_000)
+    """Of 540 kB 459 may be filled. `free` holds more outside the chip; with batches over both axes it is 446.6."""
+    return planned(memory=540_000)
 
 
 def argument(plan, name):
@@ -72,7 +72,7 @@ def test_a_plan_is_found_again_among_the_choices(plan):
     plan = plan()
     formulation = plan.planner.formulation({})
     options = agreeing(formulation, plan.annotations)
-    assert all(options.values()) and sum(len(some) > 1 for some in options.values()) <= 2
+    assert all(options.values()) and sum(len(some) > 1 for some in options.values()) <= 3
     found = solve(replace(formulation.problem.restrict(options), limit=None))
     assert prediction_of(formulation, found.choice) == plan.predicted
     planted = dict(plan.annotations.homes) | {0: (("data",), ("model",))}

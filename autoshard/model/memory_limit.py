@@ -154,8 +154,33 @@ class _LimitSearch:
                     solution = _solved(self.formulation, self.leanest, (), part, gap=0.0, **self.how)
                     if self.within(solution.choice):
                         return with_bound(solution, self.bound)
+            if self.is_small and (found := self._with_chip_filled()) is not None:
+                return found
         if self.budget.interrupted:
             raise KeyboardInterrupt
+        return None
+
+    def _with_chip_filled(self) -> Solution | None:
+        """A choice that holds no more than a small limit and the chip's own memory together; None if none is within.
+
+        The problem without what may lie on the chip lets all of it lie there, however much that is.
+        """
+        limit = self.limit + self.formulation.prices.backend.on_chip_bytes
+        problem, counting = replace(self.exact, limit=limit, checked=True), dict[Resharding, None]()
+        for _ in range(MAX_ROUNDS):
+            try:
+                part = self.rounds.part(ROUND_SHARE)
+                found = _solved(self.formulation, problem, counting, part, at_least=True, gap=0.0, **self.how)
+            except SolverError:  # nothing fits, or nothing was found in time
+                break
+            if not self.formulation.heap.room_in_results.guests:  # else more than the chip holds may lie elsewhere
+                self.bound = max(self.bound, found.bound)
+            if self.within(found.choice):
+                return with_bound(found, self.bound)
+            over = self.formulation.reshardings_over(found.choice, limit)
+            if self.budget.interrupted or self.rounds.over or counting.keys() >= set(over):
+                break
+            counting.update(dict.fromkeys(over))
         return None
 
     def _with_reshardings_counted(self) -> Solution | None:

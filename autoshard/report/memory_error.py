@@ -11,6 +11,8 @@ from autoshard.program import Program
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError
 
+_ALIKE = 0.01  # share by which two limits may differ that are taken for one
+
 
 def memory_error(
     program: Program, error: InfeasibleError, usable: float, is_part: bool, untried: Sequence[str] = ()
@@ -37,7 +39,10 @@ def memory_error(
             found = f"no sharding fits in {limit} per device; which limit does was not found in time"
             more = "a longer time_limit"
         else:
-            found = f"no sharding fits in {limit} per device; the smallest limit that does"
+            is_proven, is_least = error.least > error.limit, error.least >= (1 - _ALIKE) * needed
+            none_fits = "fits" if is_proven else "was found that fits"
+            which = "the smallest limit that does" if is_least else "the smallest limit found that does"
+            found = f"no sharding {none_fits} in {limit} per device; {which}"
             if is_part:
                 found = f"no sharding was found that fits in {limit} per device; the smallest limit of those looked at"
             found += f" is {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off"

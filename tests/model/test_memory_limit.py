@@ -5,11 +5,14 @@ import functools
 import itertools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from programs import f32, formulated, random_choices, round_topology
 
+import autoshard
 from autoshard.errors import SolverError
 from autoshard.model import memory_limit
 from autoshard.model.formulation import Formulation
@@ -365,3 +368,33 @@ def test_what_proves_a_bound_counts_nothing_that_may_lie_in_results(monkeypatch)
     guests = [live for live in room.temporaries if id(live) in room.guests and not room.guests[id(live)].any()]
     kept = {(live.node, live.start, live.end) for live in seen[0].lives}
     assert len(guests) > 1 and not kept & {(live.node, live.start, live.end) for live in guests}
+
+
+def newton_schulz(weights, x):
+    """A step of one large matrix, whose update has temporaries of more bytes than a TPU's own memory has."""
+
+    def orthogonal(matrix):
+        matrix = matrix / jnp.sqrt((matrix * matrix).sum())
+        for _ in range(3):
+            matrix = 1.5 * matrix - 0.5 * (matrix @ matrix.T) @ matrix
+        return matrix
+
+    value, gradient = jax.value_and_grad(lambda weights: (jnp.tanh(x @ weights) ** 2).mean())(weights)
+    return weights - 0.1 * orthogonal(gradient), value
+
+
+def planned_newton_schulz(**options):
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 8192), (2048, 4096)))
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+    return autoshard.plan(newton_schulz, *arrays, mesh=mesh, topology="v5e:2x4", donate_argnums=0, **options)
+
+
+def test_temporaries_fill_the_chip_and_no_more(monkeypatch):
+    """Within a limit that the free plan does not keep, though much of what it holds could lie on the chip."""
+    free = planned_newton_schulz()
+    within = planned_newton_schulz(memory=free.predicted.peak_bytes)
+    assert within.status == "optimal" and within.predicted.peak_bytes <= 0.85 * free.predicted.peak_bytes
+    assert within.cost > free.cost
+    monkeypatch.setattr(memory_limit._LimitSearch, "_with_chip_filled", lambda search: None)
+    with pytest.raises(autoshard.MemoryLimitError, match=r"^no sharding was found that fits"):
+        planned_newton_schulz(memory=free.predicted.peak_bytes)
