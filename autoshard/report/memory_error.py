@@ -11,7 +11,7 @@ from autoshard.program import Program
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError
 
-_ALIKE = 0.01  # share by which two limits may differ that are taken for one
+_SAME_LIMIT = 0.01  # share by which two limits may differ that are taken for one
 
 
 def memory_error(
@@ -39,7 +39,7 @@ def memory_error(
             found = f"no sharding fits in {limit} per device; which limit does was not found in time"
             more = "a longer time_limit"
         else:
-            is_proven, is_least = error.least > error.limit, error.least >= (1 - _ALIKE) * needed
+            is_proven, is_least = error.least > error.limit, error.least >= (1 - _SAME_LIMIT) * needed
             none_fits = "fits" if is_proven else "was found that fits"
             which = "the smallest limit that does" if is_least else "the smallest limit found that does"
             found = f"no sharding {none_fits} in {limit} per device; {which}"
