@@ -22,7 +22,7 @@ from autoshard.errors import StageError
 from autoshard.jaxprs import DropVar, Jaxpr, JaxprEqn, Var, aval_of, evaluated
 from autoshard.microbatches.relations import Invariant, Relation
 
-_NAMED_LINES = 3  # that a remark names
+_LINES_IN_REMARK = 3  # that a remark names
 _KNOWN = frozenset({Invariant.ZERO, Invariant.BEFORE, Invariant.OWN})
 
 
@@ -83,7 +83,7 @@ def remark_of(lines: Collection[str], states: int) -> str:
     """
     if not lines:
         return ""
-    first = sorted(lines)[:_NAMED_LINES]
+    first = sorted(lines)[:_LINES_IN_REMARK]
     more = f" and {len(lines) - len(first)} more lines" if len(lines) > len(first) else ""
     turns = f" {states} arrays of state are changed by each of them in turn." if states else ""
     return (
