@@ -228,7 +228,9 @@ def mesh_of_two():
     return jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("loss", some([batch_norm, balance_loss], batch_norm))
+@pytest.mark.parametrize(
+    "loss", some([balance_loss, balance_loss_in_a_loop, batch_norm], balance_loss_in_a_loop, batch_norm)
+)
 def test_stages_have_statistics_of_microbatches(loss):
     pipeline = {"stages": 2, "microbatches": COUNT}
     step = autoshard.autoshard(trained(loss), mesh=mesh_of_two(), statistics="microbatch", pipeline=pipeline)
