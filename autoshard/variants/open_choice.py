@@ -81,7 +81,8 @@ class OpenChoice(Generic[Planned]):
     def within(self, target: float, known: Plan) -> Plan | None:
         """The plan of the fastest variant that is predicted to hold no more than `target` bytes; None if none is found.
 
-        With more room than the known plan fills, it is a faster one. None is sought unless memory has bound the choice.
+        With more room than the known plan fills, it is faster by `LEAST_GAIN`: an equal one is not worth compiling.
+        None is sought unless memory has bound the choice.
         """
         allowed = self.options.memory * self.options.backend.usable
         try:
@@ -89,7 +90,9 @@ class OpenChoice(Generic[Planned]):
                 return self._leaner(target)
             if target < ROOM * allowed or known.predicted.peak_bytes < TIGHT * allowed:
                 return None
-            return self._within(target, {}, known.cost * (1 - LEAST_GAIN))
+            enough = known.cost * (1 - LEAST_GAIN)
+            found = self._within(target, {}, enough)
+            return found if found.cost <= enough else None
         except (CutoffReached, MemoryLimitError, SolverError):
             return None
 

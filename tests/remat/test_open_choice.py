@@ -12,6 +12,8 @@ from oracles import mesh_of
 
 from autoshard import CacheWarning, ProcessError, autoshard, planning, topology
 from autoshard.processes.agreement import Claims, text_of_all
+from autoshard.variants.choosing import LEAST_GAIN
+from autoshard.variants.open_choice import OpenChoice
 
 LAYERS, WIDTH, ROWS = 6, 32, 2048
 MESH = mesh_of({"data": 4})
@@ -143,3 +145,13 @@ def test_a_leader_that_has_planned_a_variant_and_goes_on_is_no_other_step(is_sai
     )
     with contextlib.nullcontext() if is_said else pytest.raises(ProcessError, match="differ in program"):
         assert text_of_all(group, claims("this variant"), "plan", str) == "plan/this variant"
+
+
+@pytest.mark.parametrize("gain, is_taken", [(0.5 * LEAST_GAIN, False), (2 * LEAST_GAIN, True)])
+def test_a_plan_that_fills_more_is_compiled_if_it_is_faster(monkeypatch, gain, is_taken):
+    options = SimpleNamespace(memory=100.0, backend=SimpleNamespace(usable=0.9))
+    choice = OpenChoice(None, options, None, None, {}, {}, None)
+    known = SimpleNamespace(cost=1.0, predicted=SimpleNamespace(peak_bytes=89.0))
+    other = SimpleNamespace(cost=1 - gain)
+    monkeypatch.setattr(OpenChoice, "_within", lambda *_: other)
+    assert choice.within(95.0, known) is (other if is_taken else None)
