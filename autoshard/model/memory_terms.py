@@ -395,8 +395,6 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
             is_outside = is_outside_chip(name, equation.primitive)
-            if is_outside and output.returns:
-                continue  # it lies where the results do
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             on_chip = output.may_be_on_chip and not is_outside
