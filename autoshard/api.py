@@ -54,6 +54,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    statistics: Literal["microbatch"] | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
@@ -81,6 +82,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    statistics: Literal["microbatch"] | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
@@ -119,6 +121,7 @@ def autoshard(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    statistics: Literal["microbatch"] | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
@@ -179,6 +182,9 @@ def autoshard(
             are held; gradients are added up between. The batch is the first dim of the arrays that are no state. It is
             proven that this changes nothing but the order of sums; a line that needs the whole batch is an error.
             ``"auto"``: as many as are predicted to be fastest within the memory limit.
+        statistics: ``"microbatch"``: a line that needs a sum over the whole batch, as batch normalisation and balance
+            losses do, is no error: each microbatch takes the sum over its own rows, as in a loop over microbatches that
+            is written by hand. That changes what the step computes; the plan says at which lines.
         remat: ``"auto"``: what the backward pass reads of the forward pass is kept or computed again, whatever is
             predicted to be fastest within the memory limit. What `jax.checkpoint` marks is only a hint then. None:
             what the step says is done.
@@ -230,7 +236,7 @@ def autoshard(
     said: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
     said |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
     said |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
-    said |= {"rewrites": rewrites, "reductions": reductions}
+    said |= {"rewrites": rewrites, "reductions": reductions, "statistics": statistics}
     all_options = [options_of(one, **said) for one in meshes]
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
@@ -286,6 +292,7 @@ def plan(
     ignore_constraints: bool = False,
     trips: int | Mapping[str, int] | None = None,
     microbatches: int | str | None = None,
+    statistics: Literal["microbatch"] | None = None,
     remat: Literal["auto"] | None = None,
     tactics: Sequence[TacticLike] = (),
     rewrites: Sequence[str] | Literal["auto"] | None = None,
@@ -316,7 +323,7 @@ def plan(
     options: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
     options |= {"cache": cache, "trips": trips, "microbatches": microbatches, "remat": remat}
     options |= {"tactics": tactics, "rewrites": rewrites, "like": like, "search": search}
-    options |= {"pipeline": pipeline, "reductions": reductions}
+    options |= {"pipeline": pipeline, "reductions": reductions, "statistics": statistics}
     step = autoshard(fn, mesh=mesh, refine=refine, ignore_constraints=ignore_constraints, **options, **jit_keywords)
     return step.plan(*args, **(kwargs or {}))
 

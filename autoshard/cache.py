@@ -63,6 +63,7 @@ def said_by(options: Options) -> tuple[Any, ...]:
         text_of_function(options.search) if callable(options.search) else options.search,
         list(map(text_of_tactic, options.tactics)),
         *([options.reductions] if options.reductions else []),
+        *([f"statistics {options.statistics}"] if options.statistics else []),
         options.like and [(one.name, one.type, one.layout) for one in options.like.arguments],
     )
 

@@ -471,6 +471,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                         "trips": self._options.trips,
                     }
                     traced = traced_step(self._fn, args, kwargs, **how, **self._trace_keywords)
+                traced = replace(traced, has_own_statistics=self._options.statistics is not None)
                 finish = self._finished if self._merges else None
                 if self._merges:
                     traced = with_operations(traced, self._options.mesh.size, self._options.topology.memory_bytes)

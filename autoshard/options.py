@@ -66,6 +66,7 @@ class Options:
     restricts: Restricts = restricted  # what the tactics leave of a formulation
     rewrites: tuple[str, ...] = ()  # laws of algebra that the step may be rewritten by
     reductions: str | None = None  # "auto": sums may be finished by sequences; None: at once, unless tactics say so
+    statistics: str | None = None  # "microbatch": each takes sums over rows that it needs of its own; None: none may
     is_alone: bool = False  # whether this process plans without the others of its mesh
 
     def timed(self) -> Options:
@@ -106,6 +107,7 @@ def options_of(
     tactics: Any = (),
     rewrites: Any = None,
     reductions: Any = None,
+    statistics: Any = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -166,6 +168,7 @@ def options_of(
         tactics=tactics,
         rewrites=_rewrites(rewrites),
         reductions=_reductions(reductions),
+        statistics=_statistics(statistics),
     )
 
 
@@ -207,6 +210,12 @@ def _reductions(reductions: Any) -> str | None:
     if reductions not in (None, "auto"):
         raise ArgumentError(f"reductions={reductions!r}; 'auto' or None is needed")
     return "auto" if reductions == "auto" else None
+
+
+def _statistics(statistics: Any) -> str | None:
+    if statistics not in (None, "microbatch"):
+        raise ArgumentError(f"statistics={statistics!r}; 'microbatch' or None is needed")
+    return "microbatch" if statistics == "microbatch" else None
 
 
 def _rewrites(rewrites: Any) -> tuple[str, ...]:

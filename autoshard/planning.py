@@ -482,7 +482,7 @@ def described(formulation: Formulation, solution: Solution, options: Options) ->
 def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    again = tuple(filter(None, (program.recomputed, program.shared_trips, program.stacked)))
+    again = tuple(filter(None, (program.own_statistics, program.recomputed, program.shared_trips, program.stacked)))
     rewritten = (one.remark for one in program.rewritten)
     said = (
         *formulation.restrictions,

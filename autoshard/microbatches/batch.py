@@ -94,7 +94,8 @@ def _split(traced: TracedStep, arguments: Sequence[int], batch: int, count: int,
             f"microbatches={count} do not divide the {batch} rows of the batch ({name or 'the first argument'} and "
             f"{len(rows) - 1} more arrays).\nUse one of {', '.join(map(str, fitting))}, or pad the batch."
         )
-    return Microbatches(count, batch, rows, groups)
+    own = traced.carried if traced.has_own_statistics else None
+    return Microbatches(count, batch, rows, groups, own_statistics=own)
 
 
 def _may_have_rows(aval: Any) -> bool:
@@ -104,8 +105,8 @@ def _may_have_rows(aval: Any) -> bool:
     return not (aval.shape == (2,) and aval.dtype == "uint32")
 
 
-def in_microbatches(traced: TracedStep, count: int, groups: int = 1) -> ClosedJaxpr:
-    """The step as a loop over so many microbatches.
+def in_microbatches(traced: TracedStep, count: int, groups: int = 1) -> tuple[ClosedJaxpr, str]:
+    """The step as a loop over so many microbatches, and what is said of statistics of which each has its own.
 
     Args:
         groups: of rows that are run side by side, each with sums of its own until after the last microbatch.

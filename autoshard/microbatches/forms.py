@@ -58,11 +58,11 @@ class StepForms:
     def _proven(self) -> Mapping[int, frozenset[Form]]:
         """Equation -> what the proof says of it and of what is inside."""
         proof, found = self._step.proof, dict[int, set[Form]]()
-        sets = {"touched": proof.touched, "drawn": proof.drawn, "counted": proof.counted}
+        sets = {"touched": proof.touched, "drawn": proof.drawn, "counted": proof.counted, "own": proof.own}
         for name, paths in sets.items():
             for path in paths:
                 assert isinstance(path[0], int), "a path begins with an equation of the step"
-                found.setdefault(path[0], set()).add((name, path[1:], proof.counted.get(path)))
+                found.setdefault(path[0], set()).add((name, path[1:], proof.counted.get(path), proof.own.get(path)))
         return {i: frozenset(facts) for i, facts in found.items()}
 
     def in_microbatch(self, i: int, number: VariableNumbers) -> Form:

@@ -7,7 +7,7 @@ such sums wait with their communication until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard.errors import MicrobatchError
 from autoshard.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
@@ -28,8 +29,9 @@ from autoshard.jaxprs import (
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import Proof, proof
-from autoshard.microbatches.relations import Invariant, Partial, Rows
+from autoshard.microbatches.relations import OWN, Invariant, Partial, Rows
 from autoshard.microbatches.rows import Microbatches, Place, stacked, unstacked
+from autoshard.microbatches.statistics import evaluated_late
 
 _COMBINED = {
     "add": jax.lax.add,
@@ -50,8 +52,8 @@ _LAST = "last"  # of a value that is the same in all microbatches
 _SUMMED_IN = {np.dtype(jnp.bfloat16): np.dtype(np.float32), np.dtype(np.float16): np.dtype(np.float32)}
 
 
-def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> ClosedJaxpr:
-    """The jaxpr of a step, computed microbatch by microbatch.
+def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> tuple[ClosedJaxpr, str]:
+    """The jaxpr of a step, computed microbatch by microbatch, and what is said of statistics that these have.
 
     Args:
         whole: the step.
@@ -62,7 +64,13 @@ def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Closed
         MicrobatchError: some line needs all rows of the batch at once.
     """
     whole, part = (opened(with_live_equations(one)) for one in (whole, part))
-    steps = MicrobatchedStep(whole.jaxpr, part.jaxpr, split, proof(whole, part, split))
+    found = proof(whole, part, split)
+    if found.own and split.groups > 1:
+        raise MicrobatchError(
+            f"microbatches={split.count}: statistics of a microbatch are of all its rows, which are summed up in "
+            f"{split.groups} groups.\nUse groups=1."
+        )
+    steps = MicrobatchedStep(whole.jaxpr, part.jaxpr, split, found)
     variables = [*whole.jaxpr.constvars, *whole.jaxpr.invars]
     avals = map(aval_of, variables)
     types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
@@ -73,7 +81,7 @@ def looped(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Closed
         invars=made.jaxpr.invars[constants:],
         debug_info=whole.jaxpr.debug_info,
     )
-    return ClosedJaxpr(jaxpr, [*made.consts, *whole.consts])
+    return ClosedJaxpr(jaxpr, [*made.consts, *whole.consts]), found.remark
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Needs:
 
     before: frozenset[Var]
     sums: tuple[Var, ...]
-    rows: tuple[Var, ...]
+    rows: tuple[Var, ...]  # and statistics of which each microbatch has its own
     after: frozenset[int]  # equations
     looped: tuple[int, ...]  # equations
 
@@ -106,6 +114,10 @@ class MicrobatchedStep:
     def in_loop(self, var: Var) -> bool:
         """Whether every microbatch makes a value of its own."""
         return var in self.makers and self.proof.places[self.makers[var]] is None and var not in self.proof.ahead
+
+    def is_stacked(self, var: Var) -> bool:
+        """Whether what all microbatches make of a value is kept: rows of the batch, or statistics of each."""
+        return isinstance(self.proof.relations[var], Rows) or self.is_own(var)
 
     def needed(self) -> Needs:
         before, looping = set[Var](), set[Var]()
@@ -138,8 +150,8 @@ class MicrobatchedStep:
         handed = [var for eqn in self.equations for var in eqn.outvars if var in outside]
         return Needs(
             before=frozenset(before),
-            sums=tuple(var for var in handed if not isinstance(self.proof.relations[var], Rows)),
-            rows=tuple(var for var in handed if isinstance(self.proof.relations[var], Rows)),
+            sums=tuple(var for var in handed if not self.is_stacked(var)),
+            rows=tuple(var for var in handed if self.is_stacked(var)),
             after=frozenset(after),
             looped=tuple(looped[::-1]),
         )
@@ -164,10 +176,21 @@ class MicrobatchedStep:
         env.update(zip(made, evaluated([self.equations[i] for i in early], env, made), strict=True))
         if self.needs.looped:
             env |= self.loop(env)
-        late = [self.equations[i] for i in sorted(self.needs.after)]
         results = list(dict.fromkeys(atom for atom in self.whole.outvars if isinstance(atom, Var)))
-        known = dict(zip(results, evaluated(late, env, results), strict=True))
+        known = dict(zip(results, self.late(self.needs.after, env, results), strict=True))
         return [known[atom] if isinstance(atom, Var) else atom.val for atom in self.whole.outvars]
+
+    def late(self, equations: Iterable[int], env: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
+        """What equations after the last microbatch make of sums, rows and statistics."""
+        last = set(self.proof.handed_on.values())
+        env = {var: array[-1] if var in last and self.is_own(var) else array for var, array in env.items()}
+        stacks = {var: array for var, array in env.items() if self.is_own(var) and var not in last}
+        known = {var: array for var, array in env.items() if var not in stacks}
+        return evaluated_late({i: self.equations[i] for i in equations}, known, stacks, wanted, self.proof.running)
+
+    def is_own(self, var: Var) -> bool:
+        """Whether every microbatch has a value of its own, which is handed on in a stack of all."""
+        return var in self.makers and self.proof.relations.get(var) in OWN
 
     def loop(self, env: Mapping[Var, Any]) -> dict[Var, Any]:
         """What all microbatches together make."""
@@ -189,16 +212,26 @@ class MicrobatchedStep:
 
         ops = list(map(self.op, self.needs.sums))
 
-        def microbatch(totals: list[Any], turn: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+        states = self.proof.handed_on
+        places = [len(ops) + self.needs.rows.index(result) for result in states.values()]
+
+        def microbatch(carry: list[list[Any]], turn: tuple[Any, list[Any]]) -> tuple[list[list[Any]], list[Any]]:
+            totals, before = carry
+            known.update({self.twins[var]: one for var, one in zip(states, before, strict=True)})
             made = of_all_groups(*turn)
             parts = zip(self.needs.sums, totals, made[: len(ops)], strict=True)
-            return [self.added(*one) for one in parts], made[len(ops) :]
+            return [[self.added(*one) for one in parts], [made[place] for place in places]], made[len(ops) :]
 
         turns = jnp.arange(split.count), [stacked(env[var], one, split) for var, one in rows.items()]
-        totals, made = jax.lax.scan(microbatch, list(map(self.start, self.needs.sums)), turns)
+        start = [list(map(self.start, self.needs.sums)), [env[var] for var in states]]
+        (totals, _), made = jax.lax.scan(microbatch, start, turns)
         sums = {var: self.total(var, total) for var, total in zip(self.needs.sums, totals, strict=True)}
         pairs = zip(self.needs.rows, made, strict=True)
-        return sums | {var: unstacked(one, self.relation(var), split) for var, one in pairs}
+        return sums | {var: self.joined(var, one) for var, one in pairs}
+
+    def joined(self, var: Var, stack: Any) -> Any:
+        """The rows of all microbatches where they are in the batch; statistics stay a stack."""
+        return stack if self.is_own(var) else unstacked(stack, self.relation(var), self.split)
 
     def relation(self, var: Var) -> Any:
         return self.proof.relations[var]

@@ -22,6 +22,7 @@ from autoshard.jaxprs import (
     JaxprEqn,
     Literal,
     Var,
+    at_line_of,
     aval_of,
     called_jaxpr,
     called_operands,
@@ -58,7 +59,8 @@ class Microbatch:
         return [env[atom] if isinstance(atom, Var) else atom.val for atom in wanted]
 
     def is_touched(self, path: Path) -> bool:
-        return path in self.proof.touched or path in self.proof.drawn or path in self.proof.counted
+        found = self.proof
+        return path in found.touched or path in found.drawn or path in found.counted or path in found.own
 
     def body(self, whole: ClosedJaxpr, part: ClosedJaxpr, operands: Sequence[Any], path: Path) -> list[Any]:
         env = dict(zip((*part.jaxpr.invars, *part.jaxpr.constvars), (*operands, *whole.consts), strict=True))
@@ -76,6 +78,8 @@ class Microbatch:
             return self.drawn(eqn, small, operands)
         if (column := self.proof.counted.get(path)) is not None:
             return self.at_rows(eqn, small, operands, column)
+        if path in self.proof.own:
+            return self.statistics(eqn, small, operands, is_sum=self.proof.own[path])
         name = eqn.primitive.name
         if name in REMAT:
             return self.remat(eqn, small, operands, path)
@@ -104,6 +108,14 @@ class Microbatch:
         alike = with_numbers_of(eqn, small)
         inputs = {atom: x for atom, x in zip(alike.invars, operands, strict=True) if isinstance(atom, Var)}
         return evaluated([alike], inputs, alike.outvars)
+
+    def statistics(self, eqn: JaxprEqn, small: JaxprEqn, operands: list[Any], *, is_sum: bool) -> list[Any]:
+        """What the microbatch reduces over its own rows; of a sum, what all microbatches with such rows would have."""
+        alike = with_numbers_of(eqn, small)
+        inputs = {atom: x for atom, x in zip(alike.invars, operands, strict=True) if isinstance(atom, Var)}
+        (made,) = evaluated([alike], inputs, alike.outvars)
+        count = np.asarray(self.split.count, made.dtype)
+        return [at_line_of(eqn, lambda x: jax.lax.mul(x, count), made) if is_sum else made]
 
     def taken(self, array: Any, shape: tuple[int, ...]) -> Any:
         dims = [dim for dim, (long, short) in enumerate(zip(array.shape, shape, strict=True)) if long != short]

@@ -9,14 +9,13 @@ What the rule of an equation keeps whole, a microbatch cannot compute alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from autoshard.errors import MicrobatchError
 from autoshard.jaxprs import (
     ClosedJaxpr,
     Jaxpr,
@@ -31,7 +30,17 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.microbatches.blocks import blocks_of
+from autoshard.microbatches.conflicts import (
+    NEEDS_SUMS,
+    Conflict,
+    NeedsAhead,
+    is_of_batch_alone,
+    paired,
+    refusal,
+    sums_behind,
+)
 from autoshard.microbatches.relations import (
+    OWN,
     REDUCTIONS,
     Invariant,
     Partial,
@@ -39,15 +48,21 @@ from autoshard.microbatches.relations import (
     Rows,
     batch_factor,
     handed_on,
+    is_part,
     joined,
     keeps_zero,
     linear,
+    may_run_in_loop,
+    moved,
+    moves_only,
     rounds,
+    same_carries,
     scaled_dims,
-    widens,
+    sums_of,
 )
 from autoshard.microbatches.row_numbers import reads_positions, row_column
 from autoshard.microbatches.rows import Microbatches
+from autoshard.microbatches.statistics import RunningStates, changed_states, is_backward, late_behind, remark_of
 from autoshard.program import Equation, Value
 from autoshard.program.reader import kind_of
 from autoshard.program.user_code import source_of
@@ -61,8 +76,6 @@ _SHAPES = frozenset({
     "slice_sizes", "start_indices",
 })  # fmt: skip
 _PARTWISE = frozenset({"optimization_barrier"})  # each result is its operand
-_SUMMED_ON = frozenset({"add_any", "convert_element_type", "copy", "reshape", "sharding_constraint", "transpose"})
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 
 
 @dataclass
@@ -75,14 +88,16 @@ class Proof:
     drawn: set[Path]  # equations that have no rows, and make some: run for the whole batch, of which rows are taken
     touched: set[Path] = field(default_factory=set)  # equations with one of these somewhere inside
     counted: Mapping[Path, int] = field(default_factory=dict)  # equations -> the column of indices that counts rows
+    # Equations that make statistics, of which each microbatch has its own, and whether these are sums.
+    own: Mapping[Path, bool] = field(default_factory=dict)
+    running: RunningStates = field(default_factory=RunningStates)  # states that statistics change, by nothing else
+    handed_on: Mapping[Var, Var] = field(default_factory=dict)  # other such states, as arguments -> as results
+    own_lines: frozenset[str] = frozenset()  # of the user, in which statistics are made
 
-
-class _Conflict(Exception):
-    """Microbatches need something of each other."""
-
-    def __init__(self, eqn: JaxprEqn, reason: str):
-        super().__init__(reason)
-        self.eqn, self.reason, self.line = eqn, reason, source_of(eqn)
+    @property
+    def remark(self) -> str:
+        """What a plan says of statistics of which each microbatch has its own."""
+        return remark_of(self.own_lines, len(self.running.results) + len(self.handed_on))
 
 
 def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
@@ -96,94 +111,51 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
     Raises:
         MicrobatchError: the result would not be that of the whole batch, with the line that needs all of its rows.
     """
-    ahead: set[Var] = set()
+    ahead, own, states = set[Var](), set[Var](), dict[Var, Var]()
+    scaled = set[Var]()
     while True:
-        walk = _Walk(split, ahead)
+        walk = _Walk(split, ahead, own, states, scaled)
         try:
-            return walk.step(whole, part)
-        except _NeedsAhead as needed:
-            if not needed.vars - ahead:
-                raise refusal(needed.conflict, split) from None
-            if not all(_of_batch_alone(whole.jaxpr, var, split) for var in needed.vars):
-                raise refusal(needed.conflict, split) from None
-            ahead |= needed.vars
-        except _Conflict as conflict:
-            raise refusal(conflict, split) from None
-
-
-def refusal(conflict: _Conflict, split: Microbatches) -> MicrobatchError:
-    line = conflict.line or "unknown line"
-    rows = f"{split.batch} rows" if split.samples == 1 else f"{split.batch} groups of {split.samples} rows"
-    hint = "One row is a case of its own to jax.numpy: try half as many microbatches. " if split.rows == 1 else ""
-    return MicrobatchError(
-        f"microbatches={split.count} would change what the step computes: {conflict.eqn.primitive.name} at {line} "
-        f"{conflict.reason}.\n"
-        f"{hint}Compute there what each of the {rows} of the batch can compute alone, or use "
-        "microbatches=1."
-    )
-
-
-class _NeedsAhead(Exception):
-    """An equation of the step's own jaxpr needs sums over the batch before microbatches run."""
-
-    def __init__(self, conflict: _Conflict, wanted: set[Var]):
-        super().__init__(conflict.reason)
-        self.conflict, self.vars = conflict, wanted
-
-
-def _sums_behind(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation]) -> set[Var]:
-    """The sums over the batch that these values are made of."""
-    makers = {made: eqn for eqn in jaxpr.eqns for made in eqn.outvars}
-    todo, found, seen = list(late), set[Var](), set[Var]()
-    while todo:
-        var = todo.pop()
-        if isinstance(relations[var], Partial):
-            found.add(var)
-        elif relations[var] is Invariant.AFTER and var not in seen:
-            seen.add(var)
-            todo += [atom for atom in makers[var].invars if isinstance(atom, Var)]
-    return found
-
-
-def _of_batch_alone(jaxpr: Jaxpr, var: Var, split: Microbatches) -> bool:
-    """Whether a value is cheap to compute of the whole batch: made of its arrays alone, and by no product."""
-    makers = {made: eqn for eqn in jaxpr.eqns for made in eqn.outvars}
-    arguments = {var: i for i, var in enumerate(jaxpr.invars)}
-    todo, seen = [var], set[Var]()
-    while todo:
-        one = todo.pop()
-        if one in seen:
+            found = walk.step(whole, part)
+            if len(found.handed_on) == len(states) and walk.scaled <= scaled:
+                return found
+            states, scaled = dict(found.handed_on), scaled | walk.scaled
             continue
-        seen.add(one)
-        if one in arguments and arguments[one] not in split.dims:
-            return False
-        if (maker := makers.get(one)) is not None:
-            if any(_multiplies(maker)):
-                return False
-            todo += [atom for atom in maker.invars if isinstance(atom, Var)]
-    return True
-
-
-def _multiplies(eqn: JaxprEqn) -> Iterable[bool]:
-    yield eqn.primitive.name in _PRODUCTS
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else [value]:
-            inner = one.jaxpr if isinstance(one, ClosedJaxpr) else one
-            if isinstance(inner, Jaxpr):
-                yield from (any(_multiplies(each)) for each in inner.eqns)
+        except NeedsAhead as needed:
+            conflict = needed.conflict
+            if needed.vars - ahead and all(is_of_batch_alone(whole.jaxpr, var, split) for var in needed.vars):
+                ahead |= needed.vars
+                continue
+            sums = conflict.sums or needed.sums
+        except Conflict as one:
+            conflict, sums = one, one.sums
+        if split.own_statistics is None or sums <= own:
+            raise refusal(conflict, split) from None
+        own |= sums
 
 
 class _Walk:
     """One walk over both jaxprs."""
 
-    def __init__(self, split: Microbatches, ahead: set[Var]):
-        self.split, self.ahead = split, ahead
+    def __init__(
+        self, split: Microbatches, ahead: set[Var], own: set[Var], states: Mapping[Var, Var], scaled: set[Var]
+    ):
+        """
+        Args:
+            ahead: sums over the batch that are made before the first microbatch.
+            own: sums over rows of which each microbatch has its own.
+            states: arguments of which each microbatch has what the one before makes of them.
+            scaled: parts of sums that are multiplied by statistics.
+        """
+        self.split, self.ahead, self.sums, self.states, self.in_loop = split, ahead, own, states, scaled
+        self.scaled = set[Var]()  # found in this walk
         self.drawn: set[Path] = set()
         self.counted: dict[Path, int] = {}
+        self.own: dict[Path, bool] = {}
         self.makers: dict[Var, JaxprEqn] = {}
         self.drawn_rows: dict[Var, Rows] = {}
-        # jaxprs of a scan, by id, and relations of its operands -> those of its results, `drawn` and `counted` inside
-        self.scans: dict[tuple, tuple[list[Relation], set[Path], dict[Path, int]]] = {}
+        # jaxprs of a scan, by id, and relations of its operands -> those of its results, and what is found inside
+        self.scans: dict[tuple, tuple[list[Relation], set[Path], dict[Path, int], dict[Path, bool]]] = {}
 
     # The step's own jaxpr.
 
@@ -191,22 +163,28 @@ class _Walk:
         env: dict[Var, Relation] = {}
         for i, var in enumerate(whole.jaxpr.invars):
             env[var] = Rows(self.split.dims[i], self.split.samples) if i in self.split.dims else Invariant.BEFORE
+        env |= dict.fromkeys(self.states, Invariant.OWN)
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
             if (relation := self.made_of_nothing(var, other, Invariant.BEFORE)) is None:
-                raise _Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not")
+                raise Conflict(whole.jaxpr.eqns[0], "reads a constant that a smaller batch has not")
             env[var] = relation
         places: list[Invariant | None] = []
         inside: set[Var] = set()  # made in every microbatch
         read = {atom for eqn in equations_of(whole.jaxpr) for atom in eqn.invars if isinstance(atom, Var)}
-        pairs = _paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))
+        whole_equations = equations_of(whole.jaxpr)
+        self.makers |= {var: eqn for eqn in whole_equations for var in eqn.outvars}
+        pairs = paired(whole_equations, equations_of(part.jaxpr))
         for i, (eqn, small) in enumerate(pairs):
             relations = [_read(env, atom) for atom in eqn.invars]
+            if Invariant.OWN in relations:
+                self.scaled |= late_behind(eqn, self.makers, env)
             try:
                 found, place = self.placed(eqn, small, relations, (i,))
-            except _NeedsAhead as needed:
-                raise _NeedsAhead(needed.conflict, _sums_behind(needed.vars, whole.jaxpr, env)) from None
-            except _Conflict:
-                if not _moves_only(eqn.primitive.name) or not read.isdisjoint(eqn.outvars):
+            except NeedsAhead as needed:
+                late = sums_behind(needed.vars, whole.jaxpr, env)
+                raise NeedsAhead(needed.conflict, late, sums_of(env[var] for var in late)) from None
+            except Conflict:
+                if not moves_only(eqn.primitive.name) or not read.isdisjoint(eqn.outvars):
                     raise
                 # A result that has other rows than the batch, as where rows were added: it is cut out of all of them.
                 found, place = [Invariant.AFTER] * len(eqn.outvars), Invariant.AFTER
@@ -219,21 +197,37 @@ class _Walk:
             if place is None:
                 inside |= {var for var in eqn.outvars if env[var] in (Invariant.BEFORE, Invariant.ZERO)} - self.ahead
             places.append(place)
-        touched = {path[:n] for path in (*self.drawn, *self.counted) for n in range(1, len(path))}
-        return Proof(env, places, self.ahead, self.drawn, touched, self.counted)
+        touched = {path[:n] for path in (*self.drawn, *self.counted, *self.own) for n in range(1, len(path))}
+        changed = changed_states(whole.jaxpr, self.split.own_statistics or {}, env)
+        alone = {var: result for var, result in changed.items() if var not in self.states}
+        running = RunningStates.of(whole_equations, alone, env, places)
+        handed_on = {var: result for var, result in changed.items() if var not in running.results}
+        for i in running.equations:
+            places[i] = Invariant.AFTER
+            env |= dict.fromkeys(whole_equations[i].outvars, Invariant.IN_TURN)
+        own = self.own, running, handed_on, self.own_lines()
+        return Proof(env, places, self.ahead, self.drawn, touched, self.counted, *own)
+
+    def own_lines(self) -> frozenset[str]:
+        """The user's lines in which statistics are made of which each microbatch has its own."""
+        made = (eqn for var, eqn in self.makers.items() if var in self.sums and not is_backward(eqn))
+        return frozenset(str(line) for eqn in made if (line := source_of(eqn)) is not None)
 
     def placed(
         self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path
     ) -> tuple[list[Relation], Invariant | None]:
         """The relations of an equation's results, and when it is computed."""
         rows = any(isinstance(relation, Rows) for relation in relations)
-        if not rows and not _may_run_in_loop(eqn, relations):
+        is_late = Invariant.OWN_BACKWARD in relations and not is_backward(eqn)  # it reads the mean of all microbatches
+        is_scaled = Invariant.OWN in relations or not self.in_loop.isdisjoint(eqn.outvars)
+        may_run = is_part(eqn, relations) if is_scaled else may_run_in_loop(eqn, relations)
+        if not rows and (is_late or not may_run):
             return [Invariant.AFTER] * len(eqn.outvars), Invariant.AFTER
         try:
             found = self.equation(eqn, small, relations, path)
             if Invariant.AFTER in found:
-                raise _Conflict(eqn, _NEEDS_SUMS)
-        except _Conflict as conflict:
+                raise Conflict(eqn, NEEDS_SUMS)
+        except Conflict as conflict:
             late = {
                 atom
                 for atom, relation in zip(eqn.invars, relations, strict=True)
@@ -241,10 +235,10 @@ class _Walk:
             }
             if not late:
                 raise
-            raise _NeedsAhead(conflict, late) from None
-        differs = rows or any(isinstance(relation, Rows | Partial) for relation in found)
+            raise NeedsAhead(conflict, late) from None
+        differs = rows or any(isinstance(one, Rows | Partial) or one in OWN for one in (*relations, *found))
         if differs and eqn.effects and any("IO" in str(effect) or "Ordered" in str(effect) for effect in eqn.effects):
-            raise _Conflict(eqn, "has an effect that every microbatch would have")
+            raise Conflict(eqn, "has an effect that every microbatch would have")
         return found, None if differs else Invariant.BEFORE
 
     # Any equation.
@@ -253,9 +247,9 @@ class _Walk:
         env: dict[Var, Relation] = dict(zip(whole.jaxpr.invars, entries, strict=True))
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
             if aval_of(var).shape != aval_of(other).shape:
-                raise _Conflict(whole.jaxpr.eqns[0], "reads a constant of the batch's size inside a loop or call")
+                raise Conflict(whole.jaxpr.eqns[0], "reads a constant of the batch's size inside a loop or call")
             env[var] = Invariant.BEFORE
-        for i, (eqn, small) in enumerate(_paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
+        for i, (eqn, small) in enumerate(paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
             found = self.equation(eqn, small, [_read(env, atom) for atom in eqn.invars], (*path, i))
             env.update(zip(eqn.outvars, found, strict=True))
         return [_read(env, atom) for atom in whole.jaxpr.outvars]
@@ -272,7 +266,7 @@ class _Walk:
             return self.leaf(eqn, small, relations, path)
         try:
             return self.body(called, other, called_operands(eqn, relations), path)
-        except _Conflict as conflict:  # what JAX has written itself has the line of who calls it
+        except Conflict as conflict:  # what JAX has written itself has the line of who calls it
             conflict.line = conflict.line or source_of(eqn)
             raise
 
@@ -286,17 +280,24 @@ class _Walk:
             return [Invariant.AFTER] * len(eqn.outvars)
         if any(isinstance(relation, Partial) for relation in relations):
             is_linear = linear(name, relations, pads_with=1 if name == "pad" else None) and not rounds(eqn)
-            if not is_linear and _moves_only(name) and len(relations) == 1:
+            if not is_linear and moves_only(name) and len(relations) == 1:
                 return list(relations) * len(eqn.outvars)
-            return [Partial("add") if is_linear else Invariant.AFTER] * len(eqn.outvars)
+            sums = sums_of(relations)
+            if not is_linear and len(path) > 1 and self.split.own_statistics is not None:
+                raise Conflict(eqn, NEEDS_SUMS, sums)  # a loop or call makes nothing after the last microbatch
+            return [Partial("add", sums) if is_linear else Invariant.AFTER] * len(eqn.outvars)
         known = Invariant.ZERO if keeps_zero(name, relations) else Invariant.BEFORE
+        if known is Invariant.BEFORE and not OWN.isdisjoint(relations):
+            known = self.own_kind(eqn, relations)
         repeats = name == "broadcast_in_dim"
         made: list[Relation] = []
         for out, other in zip(eqn.outvars, small.outvars, strict=True):
             if (relation := self.made_of_nothing(out, other, known)) is None:
-                raise _Conflict(eqn, "makes something else for a smaller batch")
+                raise Conflict(eqn, "makes something else for a smaller batch")
             made.append(Rows(relation.dim, None) if repeats and isinstance(relation, Rows) else relation)
         if not repeats and any(isinstance(relation, Rows) for relation in made):
+            if known in OWN:
+                raise Conflict(eqn, "makes rows of the batch of what each microbatch has its own of")
             self.drawn.add(path)
             rows = zip(eqn.outvars, made, strict=True)
             self.drawn_rows |= {var: relation for var, relation in rows if isinstance(relation, Rows)}
@@ -323,7 +324,7 @@ class _Walk:
         array = Rows(relations[0].dim, 1) if isinstance(relations[0], Rows) else None
         others = relations[1:] if name == "scatter-add" and relations[0] == Partial("add") else relations
         if any(isinstance(relation, Partial) or relation is Invariant.AFTER for relation in others):
-            raise _Conflict(eqn, _NEEDS_SUMS)
+            raise Conflict(eqn, NEEDS_SUMS, sums_of(others))
         self.check_parameters(eqn, small)
         if (blocks := blocks_of(eqn, small, relations, self.split)) is not None:
             return blocks
@@ -331,63 +332,74 @@ class _Walk:
             self.counted[path] = column
             relations = [Invariant.BEFORE, *relations[1:]]  # the rows of the indices are those of the array
         elif (fault := reads_positions(eqn, relations)) is not None:
-            raise _Conflict(eqn, fault)
+            raise Conflict(eqn, fault)
         rule = rule_of(equation_of(eqn))
         factor = batch_factor(rule, relations, self.split.batch)
         if isinstance(factor, str):
-            raise _Conflict(eqn, factor)
+            raise Conflict(eqn, factor)
         if column is None and factor.name in rule.need_replication | rule.permutation:
-            raise _Conflict(eqn, "needs all rows of the batch at once")
+            raise Conflict(eqn, "needs all rows of the batch at once")
         found: list[Relation] = []
         for i, (out, other) in enumerate(zip(eqn.outvars, small.outvars, strict=True)):
             rows = array if column is not None and name != "gather" else handed_on(rule, factor, i)
             dims = scaled_dims(aval_of(out).shape, aval_of(other).shape, self.split.parts)
             if dims is None or dims != ([] if rows is None else [rows.dim]):
-                raise _Conflict(eqn, "takes the dim of the batch apart")
-            found.append(rows or self.reduced(eqn, relations, factor.name in rule.reduction))
+                raise Conflict(eqn, "takes the dim of the batch apart")
+            found.append(rows or self.reduced(eqn, out, relations, factor.name in rule.reduction, path))
         return found
 
-    def reduced(self, eqn: JaxprEqn, relations: Sequence[Relation], is_reduced: bool) -> Relation:
+    def own_kind(self, eqn: JaxprEqn, relations: Sequence[Relation]) -> Invariant:
+        """What is made of statistics of which each microbatch has its own."""
+        backward = Invariant.OWN_BACKWARD in relations or is_backward(eqn)
+        return Invariant.OWN_BACKWARD if backward else Invariant.OWN
+
+    def reduced(self, eqn: JaxprEqn, out: Var, relations: Sequence[Relation], is_reduced: bool, path: Path) -> Relation:
         """What a result is over whose rows an equation reduces."""
         op = REDUCTIONS.get(eqn.primitive.name)
         if op is None or not is_reduced:
-            raise _Conflict(eqn, "needs all rows of the batch at once")
+            raise Conflict(eqn, "needs all rows of the batch at once")
         if eqn.primitive.name == "scatter-add" and relations[0] not in (Invariant.ZERO, Partial("add")):
-            raise _Conflict(eqn, "adds to an array that each microbatch would add again")
-        return Partial(op)
+            raise Conflict(eqn, "adds to an array that each microbatch would add again")
+        if out in self.sums:
+            self.own[path] = op == "add"
+            return self.own_kind(eqn, relations)
+        return Partial(op, frozenset({out}) | sums_of(relations))
 
     def check_parameters(self, eqn: JaxprEqn, small: JaxprEqn) -> None:
         for key, value in eqn.params.items():
             if key in _SHAPES or isinstance(value, Jaxpr | ClosedJaxpr) or callable(value):
                 continue
             if not _same(value, small.params.get(key)):
-                raise _Conflict(eqn, f"has a parameter, {key}, that depends on the size of the batch")
+                raise Conflict(eqn, f"has a parameter, {key}, that depends on the size of the batch")
 
     # Loops and branches.
 
     def scan(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
         if eqn.params["length"] != small.params["length"]:
-            raise _Conflict(eqn, "loops over the rows of the batch")
+            raise Conflict(eqn, "loops over the rows of the batch")
         consts, carries = scan_counts(eqn)
         carry, stacked = list(relations[consts : consts + carries]), list(relations[consts + carries :])
         if any(isinstance(relation, Rows) and relation.dim == 0 for relation in stacked):
-            raise _Conflict(eqn, "loops over the rows of the batch")
-        slices = [_moved(relation, -1) for relation in stacked]
+            raise Conflict(eqn, "loops over the rows of the batch")
+        slices = [moved(relation, -1) for relation in stacked]
         whole, part, inside = eqn.params["jaxpr"], small.params["jaxpr"], len(path)
         self.forget(path)
-        key = id(whole), id(part), *relations  # a loop over layers that is taken apart is many scans of one body
+        # A loop over layers that is taken apart is many scans of one body.
+        key = id(whole), id(part), *relations, *(sums_of([one]) for one in relations)
         while key not in self.scans:
             self.forget(path)
             results = self.body(whole, part, [*relations[:consts], *carry, *slices], path)
-            if carry == (after := self.joined(eqn, carry, results[:carries])):
+            if same_carries(carry, after := self.joined(eqn, carry, results[:carries])):
                 drawn = {one[inside:] for one in self.drawn if one[:inside] == path}
                 counted = {one[inside:]: column for one, column in self.counted.items() if one[:inside] == path}
-                found = [*carry, *(_moved(relation, 1) for relation in results[carries:])]
-                self.scans[key] = found, drawn, counted
+                own = {one[inside:]: is_sum for one, is_sum in self.own.items() if one[:inside] == path}
+                found = [*carry, *(moved(relation, 1) for relation in results[carries:])]
+                self.scans[key] = found, drawn, counted, own
             carry = after
-        found, drawn, counted = self.scans[key]
+        found, drawn, counted, own = self.scans[key]
         self.drawn |= {(*path, *one) for one in drawn}
         self.counted |= {(*path, *one): column for one, column in counted.items()}
+        self.own |= {(*path, *one): is_sum for one, is_sum in own.items()}
         return list(found)
 
     def while_loop(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
@@ -400,18 +412,18 @@ class _Walk:
                 params["cond_jaxpr"], small.params["cond_jaxpr"], [*relations[:tests], *carry], (*path, "test")
             )
             if isinstance(flag[0], Partial) or flag[0] is Invariant.AFTER:
-                raise _Conflict(eqn, "turns until all rows of the batch are done")
+                raise Conflict(eqn, "turns until all rows of the batch are done")
             results = self.body(
                 params["body_jaxpr"], small.params["body_jaxpr"], [*relations[tests : tests + consts], *carry],
                 (*path, "body"),
             )  # fmt: skip
-            if carry == (after := self.joined(eqn, carry, results)):
+            if same_carries(carry, after := self.joined(eqn, carry, results)):
                 return carry
             carry = after
 
     def cond(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
         if isinstance(relations[0], Partial) or relations[0] is Invariant.AFTER:
-            raise _Conflict(eqn, _NEEDS_SUMS)
+            raise Conflict(eqn, NEEDS_SUMS)
         pairs = zip(eqn.params["branches"], small.params["branches"], strict=True)
         found = [self.body(*pair, relations[1:], (*path, b)) for b, pair in enumerate(pairs)]
         results = found[0]
@@ -422,28 +434,14 @@ class _Walk:
     def joined(self, eqn: JaxprEqn, ones: Sequence[Relation], others: Sequence[Relation]) -> list[Relation]:
         made = [joined(one, other) for one, other in zip(ones, others, strict=True)]
         if None in made:
-            raise _Conflict(eqn, "adds sums over the batch to what every microbatch would count again")
+            reason = "adds sums over the batch to what every microbatch would count again"
+            raise Conflict(eqn, reason, sums_of([*ones, *others]))
         return [relation for relation in made if relation is not None]
 
     def forget(self, path: Path) -> None:
         """What was found in an earlier round of a loop."""
         self.drawn = {one for one in self.drawn if one[: len(path)] != path}
-
-
-_NEEDS_SUMS = "needs what only all microbatches together tell, a sum over the batch"
-
-
-def _paired(whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> list[tuple[JaxprEqn, JaxprEqn]]:
-    pairs = list(zip(whole, part, strict=False))
-    for eqn, small in pairs:
-        if eqn.primitive is not small.primitive or len(eqn.invars) != len(small.invars):
-            raise _Conflict(eqn, "computes something else for a smaller batch")
-        if [isinstance(atom, Literal) for atom in eqn.invars] != [isinstance(atom, Literal) for atom in small.invars]:
-            raise _Conflict(eqn, "computes something else for a smaller batch")
-    if len(whole) != len(part):
-        longer = whole if len(whole) > len(part) else part
-        raise _Conflict(longer[len(pairs)], "is not computed for every size of the batch")
-    return pairs
+        self.own = {one: is_sum for one, is_sum in self.own.items() if one[: len(path)] != path}
 
 
 def _read(env: Mapping[Var, Relation], atom: Var | Literal) -> Relation:
@@ -452,23 +450,6 @@ def _read(env: Mapping[Var, Relation], atom: Var | Literal) -> Relation:
     value = atom.val
     is_zero = isinstance(value, int | float | np.ndarray | np.generic | jax.Array) and not np.any(np.asarray(value))
     return Invariant.ZERO if is_zero else Invariant.BEFORE
-
-
-def _moved(relation: Relation, by: int) -> Relation:
-    return Rows(relation.dim + by, relation.inner) if isinstance(relation, Rows) else relation
-
-
-def _moves_only(name: str) -> bool:
-    return name in {"broadcast_in_dim", "copy", "reshape", "rev", "slice", "squeeze", "transpose"}
-
-
-def _may_run_in_loop(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
-    """Whether an equation without rows makes a value before the loop, or a sum that is as well taken of its result."""
-    if Invariant.AFTER in relations:
-        return False
-    if not any(isinstance(relation, Partial) for relation in relations):
-        return True
-    return eqn.primitive.name in _SUMMED_ON and widens(eqn) and linear(eqn.primitive.name, relations)
 
 
 def equation_of(eqn: JaxprEqn) -> Equation:

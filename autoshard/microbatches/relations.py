@@ -9,6 +9,9 @@ relation               the whole value is
 `Invariant.ZERO`           zeros
 `Invariant.BEFORE`         the same in every microbatch, and known before the first one
 `Invariant.AFTER`          known once the last microbatch has run
+`Invariant.OWN`            another one in every microbatch: a statistic of its rows, and what is made of it
+`Invariant.OWN_BACKWARD`   the same of the backward pass
+`Invariant.IN_TURN`        what a state is that every microbatch changes by such statistics, one after the other
 `Rows(dim, inner)`     the rows of all microbatches, along `dim`; each row has `inner` elements next to each other there
 `Partial(op)`          what `op` makes of the values of all microbatches: their sum, or their maximum
 =====================  ==========================================================================================
@@ -21,9 +24,10 @@ number of elements may belong to one row.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -66,13 +70,18 @@ _TOGETHER = frozenset(
     {"dynamic_update_slice", "scatter-add", "select_n"}
 )  # linear in all of these at once, not in each
 
+_SUMMED_ON = frozenset({"add_any", "convert_element_type", "copy", "reshape", "sharding_constraint", "transpose"})
+
 
 class Invariant(Enum):
-    """A value that does not differ between microbatches."""
+    """A value without rows of the batch, which is no part of a sum."""
 
     ZERO = auto()
     BEFORE = auto()
     AFTER = auto()
+    OWN = auto()
+    OWN_BACKWARD = auto()
+    IN_TURN = auto()
 
 
 @dataclass(frozen=True)
@@ -88,18 +97,29 @@ class Partial:
     """A value of which each microbatch makes a part."""
 
     op: str  # "add", "max", "min", "and", "or"
+    sums: frozenset[Any] = field(default=frozenset(), compare=False)  # variables that are sums over rows: it is of them
 
 
 Relation = Invariant | Rows | Partial
+OWN = frozenset({Invariant.OWN, Invariant.OWN_BACKWARD})
+
+
+def sums_of(relations: Iterable[Relation]) -> frozenset[Any]:
+    """The variables that are sums over rows of which parts of sums are made."""
+    return frozenset().union(*(one.sums for one in relations if isinstance(one, Partial)))
 
 
 def joined(one: Relation, other: Relation) -> Relation | None:
     """What a value is that is one of these or the other, as a carry is; None if no relation says that."""
+    if isinstance(one, Partial) and one == other:
+        return Partial(one.op, sums_of([one, other]))
     if one == other:
         return one
     pair = {one, other}
+    if not OWN.isdisjoint(pair) and pair <= {Invariant.ZERO, Invariant.BEFORE, *OWN}:
+        return Invariant.OWN_BACKWARD if Invariant.OWN_BACKWARD in pair else Invariant.OWN
     if Invariant.ZERO in pair:
-        (rest,) = pair - {Invariant.ZERO}
+        rest = other if one is Invariant.ZERO else one
         if rest in (Invariant.BEFORE, Partial("add")):
             return rest
     if isinstance(one, Rows) and isinstance(other, Rows) and one.dim == other.dim and None in (one.inner, other.inner):
@@ -210,3 +230,34 @@ def scaled_dims(whole: Shape, part: Shape, count: int) -> list[int] | None:
     pairs = list(zip(whole, part, strict=True))
     found = [dim for dim, (long, short) in enumerate(pairs) if long != short]
     return found if all(pairs[dim][0] == count * pairs[dim][1] for dim in found) else None
+
+
+def same_carries(ones: Sequence[Relation], others: Sequence[Relation]) -> bool:
+    return list(ones) == list(others) and all(
+        sums_of([one]) == sums_of([other]) for one, other in zip(ones, others, strict=True)
+    )
+
+
+def moves_only(name: str) -> bool:
+    return name in {"broadcast_in_dim", "copy", "reshape", "rev", "slice", "squeeze", "transpose"}
+
+
+def may_run_in_loop(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
+    """Whether an equation without rows makes a value before the loop, or a sum that is as well taken of its result."""
+    if Invariant.AFTER in relations:
+        return False
+    if not any(isinstance(relation, Partial) for relation in relations):
+        return True
+    return eqn.primitive.name in _SUMMED_ON and widens(eqn) and linear(eqn.primitive.name, relations)
+
+
+def is_part(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
+    """Whether an equation without rows makes a part of a sum, of such parts, or reads none."""
+    if Invariant.AFTER in relations:
+        return False
+    is_linear = linear(eqn.primitive.name, relations, pads_with=1 if eqn.primitive.name == "pad" else None)
+    return (is_linear and not rounds(eqn)) or not any(isinstance(relation, Partial) for relation in relations)
+
+
+def moved(relation: Relation, by: int) -> Relation:
+    return Rows(relation.dim + by, relation.inner) if isinstance(relation, Rows) else relation

@@ -30,6 +30,8 @@ class Microbatches:
     dims: Mapping[int, int]  # argument index -> its dim of the batch, of those that have one
     groups: int = 1  # of rows, that are run side by side and summed up after the last microbatch
     samples: int = 1  # of each row: entries of the arguments' dims, next to each other
+    # Argument -> the result that takes its place, if microbatches may have statistics of their own; None: they may not.
+    own_statistics: Mapping[int, int] | None = None
 
     @property
     def parts(self) -> int:

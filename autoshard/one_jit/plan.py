@@ -188,7 +188,7 @@ class StagesOnMesh:
             bound=0.0,
             cost=predicted.step_seconds,
             memory=options.memory,
-            warnings=(),
+            warnings=tuple(filter(None, [programs.own_statistics])),
             annotations=Annotations({}, {}, {}),
             argument_tree=program.in_tree,
             result_tree=program.out_tree,

@@ -80,6 +80,7 @@ class Claims:
             "ignore_constraints": str(options.ignore_constraints),
             "tactics": _short(list(map(text_of_tactic, options.tactics))),
             "reductions": str(options.reductions),
+            "statistics": str(options.statistics),
             "like": "None"
             if options.like is None
             else f"a plan of {options.like.name}, {_digest_of_like(options.like)}",

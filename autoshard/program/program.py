@@ -170,6 +170,7 @@ class Program:
     microbatches: int = 1  # how many the step runs in, one after the other
     recomputed: str = ""  # what autoshard keeps for the backward pass and what it computes again, in words
     state_on_hosts: bool = False  # whether autoshard keeps arguments in the memory of hosts between steps
+    own_statistics: str = ""  # the statistics of which each microbatch has its own, in words
     shared_trips: str = ""  # the loops whose trips devices may share out, in words
     stacked: str = ""  # what autoshard computes of stacks of arrays instead of array by array, in words
     departure: str = ""  # from the jaxpr that JAX makes of the step, where nothing else here tells it, in words

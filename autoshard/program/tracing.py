@@ -39,6 +39,7 @@ class TracedStep:
     is_explicit: bool  # whether types of explicit mode say how arrays lie
     again: Callable[[Sequence[Any]], ClosedJaxpr]  # flat ShapeDtypeStructs -> the step traced for these
     read: Callable[[ClosedJaxpr], Program]  # a jaxpr from the same arguments to the same results -> its Program
+    has_own_statistics: bool = False  # whether each microbatch may take sums over rows that it needs of its own
 
     def program(self) -> Program:
         """The step as it was traced."""

@@ -41,7 +41,7 @@ class _Rim:
 
 
 @dataclass(frozen=True)
-class _Padded:
+class _PaddedArray:
     """A value that is an array with a rim, as convolutions read it."""
 
     value: Value
@@ -96,7 +96,7 @@ def _id(operand: Operand) -> int:
     return operand.id if isinstance(operand, Value) else -1
 
 
-def _padded(value: Value, maker: Equation, find: FindPart, makers: Makers) -> _Padded | None:
+def _padded(value: Value, maker: Equation, find: FindPart, makers: Makers) -> _PaddedArray | None:
     """What a value is if it is an array with a rim; else None."""
     part = find(value, maker)
     if part is None:
@@ -108,7 +108,7 @@ def _padded(value: Value, maker: Equation, find: FindPart, makers: Makers) -> _P
     rims = [_rim(one, size) for one, size in zip(rows, array.shape, strict=True)]
     of_dims = [_Rim() if dim is None else rims[dim] for dim in part.dims]
     known = tuple(rim for rim in of_dims if rim is not None)
-    padded = _Padded(value, array, known)
+    padded = _PaddedArray(value, array, known)
     is_one = len(known) == len(of_dims) and math.prod(padded.unpadded.shape) == math.prod(array.shape)
     return padded if is_one and not all(rim.is_empty for rim in known) else None
 
@@ -170,7 +170,7 @@ def _are_alike(rows: Sequence[np.ndarray], others: Sequence[np.ndarray], but: in
     return all(np.array_equal(one, other) for one, other in pairs)
 
 
-def _over_array(equation: Equation, padded: _Padded) -> Equation | None:
+def _over_array(equation: Equation, padded: _PaddedArray) -> Equation | None:
     """A convolution over what was padded; None if that would not help, or is none."""
     params: Mapping = equation.params
     batch, channels, *places = params["dimension_numbers"].lhs_spec

@@ -322,6 +322,7 @@ def pipeline_plan(
         cost=figures.seconds,
         memory=options.memory,
         warnings=(
+            *filter(None, [pipeline.programs.own_statistics]),
             *(one.remark for one in pipeline.rewritten),
             *tactics_remarks(pipeline),
             *recomputation_remarks(pipeline),

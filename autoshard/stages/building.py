@@ -15,7 +15,7 @@ from autoshard.microbatches.forms import Form, StepForms, VariableNumbers
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.relations import Invariant, Partial, Rows
-from autoshard.microbatches.rows import Place, taken, unstacked
+from autoshard.microbatches.rows import Place, taken
 from autoshard.stages.placement.after import AfterLoop
 from autoshard.stages.programs import MICROBATCH, Key, StageProgram
 from autoshard.stages.roles import Roles, variables
@@ -267,7 +267,7 @@ class Builder:
         inputs: list[Key] = []
         for var in read:
             if var in loop:
-                has_rows = isinstance(step.proof.relations[var], Rows)
+                has_rows = step.is_stacked(var)
                 inputs += [names.key("rows" if has_rows else "sum", var)] * (step.split.count if has_rows else 1)
             else:
                 inputs.append(names.outside.get(var) or names.late(var))
@@ -278,19 +278,20 @@ class Builder:
             for var in read:
                 if var not in loop:
                     env[var] = rest.pop(0)
-                elif isinstance(step.proof.relations[var], Rows):
+                elif step.is_stacked(var):
                     several = [rest.pop(0) for _ in range(step.split.count)]
-                    env[var] = unstacked(jnp.stack(several), step.relation(var), step.split)
+                    env[var] = step.joined(var, jnp.stack(several))
                 else:
                     env[var] = step.total(var, rest.pop(0))
-            return evaluated([step.equations[i] for i in equations], env, wanted)
+            return step.late(equations, env, wanted)
 
         number = VariableNumbers()
         form = (
             "after",
             tuple((number(var), (step.relation(var), self.forms.total(var)) if var in loop else None) for var in read),
-            tuple(number.equation(step.equations[i]) for i in equations),
+            tuple((number.equation(step.equations[i]), i in step.proof.running.equations) for i in equations),
             tuple(map(number, wanted)),
+            tuple((number(var), number(made)) for var, made in step.proof.running.results.items() if var in read),
         )
         return self.program("after", stage, run, form, inputs, [names.late(var) for var in wanted])
 

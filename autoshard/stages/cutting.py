@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from autoshard.errors import StageError
 from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array, scan_counts, with_live_equations
 from autoshard.microbatches.batch import traced_in_part
 from autoshard.microbatches.loop import MicrobatchedStep
@@ -51,7 +52,17 @@ class CuttableStep:
 
     @cached_property
     def roles(self) -> Roles:
+        """
+        Raises:
+            StageError: a microbatch would have to wait for all of the one before.
+        """
         found = proof(self.whole, self.part, self.split)
+        if found.handed_on:
+            raise StageError(
+                f"statistics='microbatch': {len(found.handed_on)} arrays of state are changed by every microbatch and "
+                "read by the next, in a loop or in the forward pass, which stages of a pipeline do not do.\n"
+                "Write the layers one after the other, or use microbatches= without pipeline=."
+            )
         return Roles(MicrobatchedStep(self.whole.jaxpr, self.part.jaxpr, self.split, found), self.held)
 
     def units(self, least: int = 1) -> Units:
@@ -279,6 +290,7 @@ class _Cut:
             {self.names.key("sum", var): self.step.op(var) for var in self.step.needs.sums},
             frozenset(self.step.split.dims),
             self.boundaries,
+            own_statistics=self.step.proof.remark,
         )
         made.check()
         return made

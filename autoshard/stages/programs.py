@@ -134,6 +134,7 @@ class StagePrograms:
     operations: Mapping[Key, str]  # sum -> how microbatches make it: "add", "max", "min", "and", "or" or "last"
     batch: frozenset[int] = frozenset()  # arguments that have rows of the batch
     boundaries: tuple[Origin, ...] = ()  # where stages begin in the whole step, all but the first
+    own_statistics: str = ""  # the statistics of which each microbatch has its own, in words
     recomputed: RecomputedBlocks | None = None  # None: what is kept is as the step is written
 
     @property

@@ -62,6 +62,7 @@ class StepVariants:
         self.types, self.mesh, self._topology, self._finish = types, mesh, topology, finish
         self._traced = replace(traced, again=functools.cache(lambda types: traced.again(types)))
         self._jaxprs: dict[Variant, ClosedJaxpr] = {}
+        self._own_statistics: dict[int, str] = {}  # microbatches -> what is said of statistics that each has
         self._recomputations: dict[Variant, Recomputation] = {}
         self._programs: dict[Variant, Program] = {}
         self._batched: dict[Variant, BatchedFunctions | None] = {}
@@ -94,6 +95,7 @@ class StepVariants:
                 read = replace(
                     read,
                     microbatches=variant.microbatches,
+                    own_statistics=self._own_statistics.get(variant.microbatches, ""),
                     recomputed=remark,
                     state_on_hosts=variant.state_on_hosts,
                     shared_trips=self._said_of_trips(variant),
@@ -199,5 +201,6 @@ class StepVariants:
         if variant.microbatches == 1:
             return self._traced.closed
         if variant not in self._jaxprs:
-            self._jaxprs[variant] = in_microbatches(self._traced, variant.microbatches, variant.groups)
+            made = in_microbatches(self._traced, variant.microbatches, variant.groups)
+            self._jaxprs[variant], self._own_statistics[variant.microbatches] = made
         return self._jaxprs[variant]

@@ -28,7 +28,7 @@ ROWS, FEATURES = 16, 12
 def in_parts(step, args, count, groups=1):
     """The results of a step that runs in microbatches on one device."""
     traced = traced_step(step, args, {}, has_rule=has_rule)
-    split = in_microbatches(traced, count, groups)
+    split, _ = in_microbatches(traced, count, groups)
     traced.read(split)
     return jax.jit(core.jaxpr_as_fun(split))(*jax.tree.leaves(args))
 

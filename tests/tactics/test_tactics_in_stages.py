@@ -7,6 +7,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from models import gpt, mlp
 from oracles import run
+from sweeps import some
 from test_volumes import BATCH, ITEM, LENGTH, MODEL, STEPS, sent
 
 import autoshard
@@ -70,8 +71,11 @@ TACTICS = {
 }
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("tactics", TACTICS)
+# By default each of the tactics with layers written in one way, and each way with two of them.
+WAYS = [(name, turn == k % 2) for turn in range(2) for k, name in enumerate(TACTICS)]
+
+
+@pytest.mark.parametrize("tactics, scan", some(WAYS, *WAYS[: len(TACTICS)]))
 def test_stages_within_tactics_train_as_one_device_does(tactics, scan):
     model = gpt.make(**TINY, scan=scan)
     mesh = jax.make_mesh((2, 2, 2), ("stage", "data", "model"))
