@@ -244,7 +244,7 @@ def autoshard(
     if pipeline is not None:
         others = {"pad": pad, "plan": plan, "like": like, "mesh": mesh if isinstance(mesh, str) else None}
         in_stages = request is None or request.backend != "one_jit"
-        heeded = ["tactics", "search", *(["remat", "refine"] if is_automatic else ["remat", "rewrites"] * in_stages)]
+        heeded = ["tactics", "search", *["remat", "rewrites"] * in_stages, *["refine"] * is_automatic]
         check_combination("pipeline=", options, others, heeded=heeded, takes_uneven=in_stages)
     given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
     check_given(given, shared, options, pad)

@@ -85,8 +85,7 @@ def test_memory_orders_as_everybody_knows():
     "name, topology",
     [
         *itertools.product(["mlp", "tied"], [slow_chips, v5e]),
-        ("moe", slow_chips),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("moe", v5e), ("lstm", slow_chips), ("lstm", v5e)]),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in itertools.product(["moe", "lstm"], [slow_chips, v5e])),
     ],
 )
 def test_no_alternative_beats_an_optimal_plan(name, topology):

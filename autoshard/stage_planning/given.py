@@ -15,7 +15,7 @@ from autoshard.user_plan import Plan
 _INSTEAD = {
     "pad": "pad= adds rows for the devices of the whole mesh, and a microbatch of a stage has to divide over its own: "
     "pad the arrays before the call, to a multiple of microbatches times devices of a stage.",
-    "rewrites": "rewrites= is searched for stages that are known: ask for these with pipeline=dict(stages=...).",
+    "rewrites": "The stages of one program are equal as they are written: leave backend= out.",
 }
 
 

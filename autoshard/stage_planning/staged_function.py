@@ -200,6 +200,19 @@ class _PlannedStages:
     plan: PipelinePlan
 
 
+@dataclass(frozen=True, eq=False)
+class _FoundStages:
+    """The best stages of a search."""
+
+    pipeline: PlannedPipeline
+    bound: float  # s per step: no stages that were searched are faster
+
+
+def _number_of(found: _FoundStages) -> int:
+    """How many parts of the mesh stages have."""
+    return found.pipeline.schedule.stages
+
+
 def _places(traced: StepVariants) -> tuple[RewrittenPlaces, ...]:
     """Where a step was rewritten by laws."""
     return traced.program(Variant()).rewritten
@@ -276,6 +289,7 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         traced = self._traced(static, dynamic, self._types(flat.arrays, static, dynamic))
         program = traced.program(Variant())
         asked = "auto" + (f", remat={self._options.remat!r}" if self._options.remat else "")
+        asked += f", rewrites={self._options.rewrites}" if self._options.rewrites else ""
         made = self._plan_of(traced, program, asked, lambda: self._fastest_of_all(args, kwargs, traced, program))
         if not isinstance(made, PipelinePlan):
             return _Choice(None, replace(self._plain.plan(*args, **kwargs), warnings=made.warnings))
@@ -294,24 +308,56 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         try:
             until = max(begin + limit, time.monotonic() + LEAST_STAGES_SHARE * limit)
             enough = plain.predicted.step_seconds if isinstance(plain, Plan) else math.inf
-            found = self._found(traced, program, until, enough)
+            found = self._fastest_found(traced, program, until, enough)
         except (MicrobatchError, StageError) as error:
             return _without(plain, f"pipeline='auto': the step runs without stages, as it cannot be cut: {error}")
         if found is None:
             why = "was found that fits" if time.monotonic() <= until else "that fits was found within the time limit"
             return _without(plain, f"pipeline='auto': no pipeline {why}.")
-        pipeline, chosen = found
         beside = plain.predicted if isinstance(plain, Plan) else str(plain).splitlines()[0]
-        bound = min(chosen.bound, plain.bound if isinstance(plain, Plan) else chosen.bound)
-        made = pipeline_plan(pipeline, self._options, DISPATCH_SECONDS, without=beside, bound=bound)
+        bound = min(found.bound, plain.bound if isinstance(plain, Plan) else found.bound)
+        made = pipeline_plan(found.pipeline, self._options, DISPATCH_SECONDS, without=beside, bound=bound)
         if isinstance(plain, Plan) and plain.predicted.step_seconds <= made.predicted.step_seconds:
             seconds = made.predicted.step_seconds
             return _without(plain, f"pipeline='auto': the best pipeline found takes {seconds:.4g} s per step.")
         return made
 
-    def _found(
+    def _fastest_found(
         self, traced: StepVariants, program: Program, until: float, enough: float
-    ) -> tuple[PlannedPipeline, ChosenPipeline] | None:
+    ) -> _FoundStages | None:
+        """The best stages found of the step as it is written, or rewritten so that as many stages are faster."""
+        first, options = self._found(traced, program, until, enough), self._options
+        if first is None or not options.rewrites:
+            return first
+        count = _number_of(first)
+
+        def planned(variants: StepVariants, enough: float, share: float) -> _PlannedStages:
+            found = first if variants is traced else self._found_otherwise(variants, program, until, enough, count)
+            bound = pipeline_plan(found.pipeline, options, DISPATCH_SECONDS, bound=found.bound)
+            return _PlannedStages(bound)
+
+        devices = options.mesh.size // count
+        best = RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest().plan
+        assert best.pipeline is not None, "it was made here"
+        return _FoundStages(best.pipeline, best.bound)
+
+    def _found_otherwise(
+        self, variants: StepVariants, program: Program, until: float, enough: float, count: int
+    ) -> _FoundStages:
+        """The best stages found of the rewritten step.
+
+        Raises:
+            MicrobatchError: there are none, or of another number, for whose devices laws apply in other places.
+        """
+        try:
+            found = self._found(variants, program, until, enough)
+        except StageError as error:
+            raise MicrobatchError(str(error)) from error
+        if found is None or _number_of(found) != count:
+            raise MicrobatchError("the rewritten step has no such stages")
+        return found
+
+    def _found(self, traced: StepVariants, program: Program, until: float, enough: float) -> _FoundStages | None:
         options = self._options
         fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
         own = {i: layout for i, layout in fixed.items() if i < len(program.own_arguments)}
@@ -321,7 +367,10 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
         more: dict[str, Any] = {} if levels is None else {"levels": levels.seconds, "enough": enough}
         chosen = choose_pipeline(steps, machine, until=until, **more)
-        return None if chosen is None else (planned_pipeline(chosen, program, options, self._jit_keywords), chosen)
+        if chosen is None:
+            return None
+        pipeline = planned_pipeline(chosen, program, options, self._jit_keywords)
+        return _FoundStages(replace(pipeline, rewritten=_places(traced)), chosen.bound)
 
 
 def _without(plain: Plan | MemoryLimitError, remark: str) -> Plan:

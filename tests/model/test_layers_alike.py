@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import traced
+from sweeps import some
 
 from autoshard import topology
 from autoshard.model.formulating import formulate
@@ -44,11 +45,12 @@ def kinds(chip, layers, size):
     return kind.max() + 1
 
 
-# CPU and GPU keep nothing in the chip: one size does.
+# CPU and GPU keep nothing in the chip: one size does. Both TPUs keep what fits, so that one of them has all sizes.
 CASES = [("cpu", "small"), ("h100", "small"), *itertools.product(("v5e", "v5p"), SIZES)]
+OTHERS = [("v5p", size) for size in SIZES if size != "small"]
 
 
-@pytest.mark.parametrize("chip, size", CASES)
+@pytest.mark.parametrize("chip, size", some(CASES, *(case for case in CASES if case not in OTHERS)))
 def test_twice_the_layers_are_few_more_kinds(chip, size):
     assert kinds(chip, 2 * DEEP, size) <= 1.7 * kinds(chip, DEEP, size)
 
