@@ -388,7 +388,9 @@ def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywo
     return refined(formulation, solution, options, functools.partial(formulated, program, rules), made)
 
 
-def solved(program: Program, formulation: Formulation, options: Options, until: float = math.inf) -> Solution:
+def solved(
+    program: Program, formulation: Formulation, options: Options, until: float = math.inf, gap: float = 0.0
+) -> Solution:
     """The cheapest solution found within the memory limit.
 
     Args:
@@ -400,7 +402,7 @@ def solved(program: Program, formulation: Formulation, options: Options, until: 
     """
     enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
-        return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough)
+        return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough, gap)
     except InfeasibleError as error:
         is_part = formulation.least is not None
         raise memory_error(program, error, options.backend.usable, is_part, options.untried) from None
@@ -413,6 +415,7 @@ def cheapest(
     progress: Callable[[Progress], None] | None = None,
     search: str | Search | None = None,
     enough: Callable[[], float] | None = None,
+    gap: float = 0.0,
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
@@ -422,6 +425,7 @@ def cheapest(
         progress: told what is known, as by `solve`.
         search: as for `solve`.
         enough: seconds: a solution that is proven to cost more is not sought further.
+        gap: as for `solve_within`. What a solution hides is then not weighed.
 
     Raises:
         CutoffReached: there is no solution that costs no more than `enough`.
@@ -429,10 +433,10 @@ def cheapest(
 
     def solve(problem: Problem, budget: Budget | None = None) -> Solution:
         told = progress if enough is None else Cutoff(enough, progress)
-        return solve_within(replace(formulation, problem=problem), time_limit, until, told, search, budget)
+        return solve_within(replace(formulation, problem=problem), time_limit, until, told, search, budget, gap)
 
     solution = solve(formulation.problem)
-    if time.monotonic() > until:
+    if gap or time.monotonic() > until:
         solution = at_its_price(solution, prediction_of(formulation, solution.choice))
     else:
         assert formulation.problem.limit is not None, "`solve_within` has asked for it"

@@ -32,6 +32,7 @@ from workloads import LARGE, SMALL  # noqa: E402
 from autoshard import MemoryLimitError, Plan, fewest_devices, frontier, largest_batch, plan  # noqa: E402
 
 GAP = 0.02  # share by which two searches for the same plan may differ
+BATCH_SECONDS = 600.0  # for all batches together, so that a busy machine decides which is the largest, too
 
 
 def fits(made: Callable[[], Any]) -> bool:
@@ -72,7 +73,7 @@ def row(name: str, sizes: Any, machine: str, axes: dict[str, int], points: int) 
     again = [seconds(lambda one=one: alone(memory=found.limit_of(one))) for one in found.plans[1:]]
     ratios = [one.predicted.step_seconds / other for one, other in zip(found.plans[1:], again, strict=True)]
     limit = found.limit_of(found.plans[len(found) // 2])
-    of_batch = largest_batch(*arguments, memory=limit, **how)
+    of_batch = largest_batch(*arguments, memory=limit, time_limit=BATCH_SECONDS, **how)
     rows, batch = of_batch.rows, of_batch.undecided is None and (of_batch.refused or 0) > of_batch.rows
     chip = machine.partition(":")[0]
     few = functools.partial(fewest_devices, *arguments, chip=chip, memory=limit, donate_argnums=0)

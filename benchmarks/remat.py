@@ -168,7 +168,7 @@ def main() -> None:
     asked = parser.parse_args()
     axes = dict(zip(("data", "model"), asked.mesh, strict=True))
     compiler, mesh = Compiler(asked.machine, asked.known), target_mesh(asked.machine, axes)
-    planning._compiled = compiler.as_jax
+    planning.compiled = compiler.as_jax
     device = topology(asked.machine, axes).memory_bytes
     print("| model | limit, GiB | policy | microbatches | predicted ms | compiled ms | predicted GiB | compiled GiB |")
     print("|---|---|---|---|---|---|---|---|")

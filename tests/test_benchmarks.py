@@ -13,12 +13,20 @@ sys.path.append(str(FOLDER))
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The dotted name of everything of autoshard that a script imports."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The dotted name of everything of autoshard that a script imports, or replaces in what it imports."""
+    nodes, known = list(ast.walk(ast.parse(path.read_text()))), {}
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "autoshard":
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            known |= names
+            yield from names.values()
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "autoshard")
+
+    targets = (target for node in nodes if isinstance(node, ast.Assign) for target in node.targets)
+    for target in targets:
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id in known:
+            yield f"{known[target.value.id]}.{target.attr}"
 
 
 def missing(names: Iterator[str]) -> list[str]:
@@ -44,5 +52,6 @@ def test_stages_whose_time_is_measured_are_there():
 
 def test_a_name_that_has_gone_is_found(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from autoshard.decorated import place, gone\nimport autoshard.nowhere\n")
-    assert missing(imported(script)) == ["autoshard.decorated.gone", "autoshard.nowhere"]
+    script.write_text("from autoshard.decorated import place, gone\nimport autoshard.nowhere\nplace.gone = 1\n")
+    lost = ["autoshard.decorated.gone", "autoshard.nowhere", "autoshard.decorated.place.gone"]
+    assert missing(imported(script)) == lost

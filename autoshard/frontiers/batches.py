@@ -16,6 +16,7 @@ from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
 from autoshard.mesh.topology import Topology
+from autoshard.model.memory_limit import ANY_GAP
 from autoshard.options import half_of_time, is_whole_number
 from autoshard.program import Program
 from autoshard.program.flattening import flattened
@@ -66,7 +67,8 @@ def largest_batch(
     """The largest batch with which a step fits, and its plan.
 
     The batch is what the step's arrays begin with that no result replaces, as for tactics. Its rows are doubled until
-    they do not fit, then bisected. It is taken for granted that fewer rows hold no more.
+    they do not fit, then bisected: of each number it is asked whether some plan fits, and the best is sought for the
+    most. It is taken for granted that fewer rows hold no more.
 
     >>> found = largest_batch(train_step, state, batch, mesh=mesh, topology="v5e:4x4")  # doctest: +SKIP
     >>> found.rows, found.plan.predicted.peak_bytes  # doctest: +SKIP
@@ -82,7 +84,8 @@ def largest_batch(
         kwargs: keyword arguments of `fn`, whose batch is resized, too.
         **options: `fixed`, `time_limit`, `ignore_constraints`, `trips`, `microbatches` (a number), `remat`, `tactics`,
             `search` and `memory`, as for `autoshard`, and keywords of `jax.jit`. `memory` is the limit, by default the
-            machine's; `time_limit` is that of all plans together, the first of which is made in any case.
+            machine's; `time_limit` is that of all plans together, the first of which is made in any case. If it ends
+            before the best plan is sought, the one that is returned is any that fits.
 
     Raises:
         MemoryLimitError: not even `multiple` rows fit.
@@ -99,15 +102,15 @@ def largest_batch(
     _check_rows(step, most)
     until = given.options.timed().ends
 
-    def plan(count: int) -> Plan | MemoryLimitError | SolverError:
-        """The plan on so many multiples, or why there is none."""
+    def plan(count: int, gap: float = ANY_GAP) -> Plan | MemoryLimitError | SolverError:
+        """A plan on so many multiples, or why there is none: any that fits, if no other gap is said."""
         args, kwargs = join(static, batch.resized(count * step))
         try:
             sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options).timed(half_of_time(until))
         except (TypeError, ValueError) as error:  # JAX's, for shapes that do not go together
             raise batch.refusal(given.program, count * step, error) from error
         try:
-            return sized.within(sized.options.memory).plan
+            return sized.within(sized.options.memory, gap).plan
         except (MemoryLimitError, SolverError) as error:
             return error
 
@@ -126,6 +129,9 @@ def largest_batch(
             fits, best = tried, found
         else:
             failed[tried] = found
+
+    if time.monotonic() <= until and isinstance(found := plan(fits, gap=0.0), Plan):
+        best = found
 
     def fewest(kind: type[Exception]) -> int | None:
         return min((count * step for count, error in failed.items() if isinstance(error, kind)), default=None)

@@ -108,11 +108,12 @@ class TracedStep:
         most = sum(float(live.usage.max()) for live in lives)
         return max(1.0, 2 * most) / self.usable  # reshardings hold no more than what they reshard
 
-    def solution(self, memory: float, enough: float | None = None) -> Solution:
+    def solution(self, memory: float, enough: float | None = None, gap: float = 0.0) -> Solution:
         """The cheapest solution found under a limit, in bytes per device.
 
         Args:
             enough: seconds per step: a solution that is proven to take more is not sought further.
+            gap: as for `solve_within`.
 
         Raises:
             CutoffReached: there is no solution that takes no more than is enough.
@@ -121,7 +122,7 @@ class TracedStep:
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
         stops = None if enough is None else lambda: enough
         options = replace(self.options, memory=memory, enough=stops)
-        return solved(self.program, limited, options, options.search_ends)
+        return solved(self.program, limited, options, options.search_ends, gap)
 
     def least_memory(self) -> float | None:
         """The smallest limit under which a solution was found, in bytes per device; None: there was no time for one."""

@@ -104,8 +104,11 @@ class TracedVariants:
             self.formulated[id(program)] = replace(self.as_written, program=program)
         return self.formulated[id(program)]
 
-    def within(self, memory: float) -> SolvedStep:
+    def within(self, memory: float, gap: float = 0.0) -> SolvedStep:
         """The fastest variant under a limit, in bytes per device.
+
+        Args:
+            gap: as for `solve_within`.
 
         Raises:
             MemoryLimitError: none fits; it carries the smallest limit found that would do.
@@ -114,7 +117,7 @@ class TracedVariants:
 
         def planned(program: Program, enough: float) -> SolvedStep:
             step = self.step(program)
-            solution = step.solution(memory, None if math.isinf(enough) else enough)
+            solution = step.solution(memory, None if math.isinf(enough) else enough, gap)
             return SolvedStep(step, solution, step.plan(solution, memory, solution.bound))
 
         return fastest(self.variants, Wishes.of(options, memory * self.usable), planned)

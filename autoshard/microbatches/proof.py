@@ -200,7 +200,7 @@ class _Walk:
         touched = {path[:n] for path in (*self.drawn, *self.counted, *self.own) for n in range(1, len(path))}
         changed = changed_states(whole.jaxpr, self.split.own_statistics or {}, env)
         alone = {var: result for var, result in changed.items() if var not in self.states}
-        running = RunningStates.of(whole_equations, alone, env, places)
+        running = RunningStates.of(whole.jaxpr, alone, env, places)
         handed_on = {var: result for var, result in changed.items() if var not in running.results}
         for i in running.equations:
             places[i] = Invariant.AFTER

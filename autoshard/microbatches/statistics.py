@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.errors import StageError
-from autoshard.jaxprs import DropVar, Jaxpr, JaxprEqn, Var, aval_of, evaluated
+from autoshard.jaxprs import DropVar, Jaxpr, JaxprEqn, Var, aval_of, equations_of, evaluated
 from autoshard.microbatches.relations import Invariant, Relation
 
 _LINES_IN_REMARK = 3  # that a remark names
@@ -42,7 +42,7 @@ class RunningStates:
     @classmethod
     def of(
         cls,
-        equations: Sequence[JaxprEqn],
+        jaxpr: Jaxpr,
         states: Mapping[Var, Var],
         relations: Mapping[Var, Relation],
         places: Sequence[Invariant | None],
@@ -50,11 +50,13 @@ class RunningStates:
         """Those of some states that are changed by statistics and by nothing else, and that no microbatch reads.
 
         Args:
-            equations: of the whole step.
+            jaxpr: of the whole step.
             states: an argument -> the value that takes its place.
             relations: of all variables, before any state is known to be one of these.
             places: when each equation is computed.
         """
+        equations = equations_of(jaxpr)
+        live = _live(jaxpr)
         while states:
             chosen = _between(equations, states)
             late = {var for i in chosen for var in equations[i].outvars}
@@ -62,6 +64,7 @@ class RunningStates:
                 var
                 for i, eqn in enumerate(equations)
                 for var in _variables(eqn)
+                if i in live
                 if (i in chosen and relations[var] not in _KNOWN)
                 or (i not in chosen and var in late | {*states} and places[i] is not Invariant.AFTER)
             }
@@ -72,6 +75,15 @@ class RunningStates:
                 return cls(states, frozenset(chosen), frozenset(late))
             states = fine
         return cls()
+
+
+def in_pieces(running: RunningStates, pieces: Mapping[Var, Var]) -> RunningStates:
+    """The same states where some are in pieces, each on the stage of its own.
+
+    Args:
+        pieces: part of a state -> what takes its place.
+    """
+    return RunningStates({**running.results, **pieces}, running.equations, running.made - set(pieces))
 
 
 def remark_of(lines: Collection[str], states: int) -> str:
@@ -90,6 +102,17 @@ def remark_of(lines: Collection[str], states: int) -> str:
         f"statistics='microbatch': each microbatch takes sums over its own rows at {', '.join(first)}{more}; "
         f"losses and gradients are means over microbatches.{turns}"
     )
+
+
+def _live(jaxpr: Jaxpr) -> set[int]:
+    """The equations whose results are read; taking loops apart leaves others."""
+    equations, found = equations_of(jaxpr), set[int]()
+    wanted = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    for i in reversed(range(len(equations))):
+        if equations[i].effects or not wanted.isdisjoint(equations[i].outvars):
+            found.add(i)
+            wanted |= set(_variables(equations[i]))
+    return found
 
 
 def changed_states(jaxpr: Jaxpr, carried: Mapping[int, int], relations: Mapping[Var, Relation]) -> dict[Var, Var]:

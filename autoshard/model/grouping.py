@@ -25,7 +25,7 @@ from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
 from autoshard.model.xla.operations import beginning, running_ahead, running_beside
 from autoshard.model.xla.products import multiplies_vector
-from autoshard.model.xla.sums import added_sums, hoisted_sums, read_once
+from autoshard.model.xla.sums import added_sums, hoisted_sums, late_products, read_once
 from autoshard.primitives import Work, facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.halos import Reach, renamed
@@ -82,7 +82,7 @@ def groups_of(
     stacked = _stacked(groups, users)
     ending = _ending_products(groups, readers, home, makers, backend)
     ends = _ends(groups, readers, home, len(program.equations))
-    points = _points(groups, ends)
+    points, after_loops = _points(groups, ends), late_products(groups, users)
     stored, axes = needed_outside | scattered, (mesh or {}).values()
     again = recomputation(program, groups, users, stored, backend, axes, points)
     gone = [repeated and until is None for repeated, until in zip(again.repeated, again.lying, strict=True)]
@@ -104,6 +104,7 @@ def groups_of(
             feeds_only_results=late[i],
             is_stacked=stacked[i],
             handed_on_at=ends[i],
+            is_late=after_loops[i],
             point=points[i],
             is_folded=again.folded[i],
             is_recomputed=again.repeated[i],

@@ -66,6 +66,7 @@ class Group:
     feeds_no_state: bool = False  # whether only results depend on it that take no argument's place: a loss
     feeds_only_results: bool = False  # whether its outputs go into results only, through elementwise groups alone
     handed_on_at: int | None = None  # if only results read it, or only what a loop hands on: the last point of these
+    is_late: bool = False  # whether XLA for TPU makes it after all loops, if devices add nothing up for it
     point: int = 0  # the program point at which it runs
     is_folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
     is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that it need not be stored

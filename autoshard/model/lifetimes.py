@@ -19,6 +19,8 @@ Program point `t` is the moment at which equation `t` runs. Each of these holds 
 - On GPU, what a gradient that is summed over devices is made of, until the end of the program or of the loop around it,
   since XLA computes these gradients last. The same holds for what a loss is picked from, unless XLA sums the picks with
   the softmax.
+- On TPU, what a product outside of loops is made of that no loop waits for and that devices do not add up, until the
+  end of the program, if a loop comes after it: XLA runs loops first.
 
 Nothing more is held for two kinds of values:
 

@@ -58,6 +58,7 @@ def solve_within(
     progress: Callable[[Progress], None] | None = None,
     search: str | Search | None = None,
     budget: Budget | None = None,
+    gap: float = 0.0,
 ) -> Solution:
     """The cheapest solution found whose predicted peak is within the usable share of the limit.
 
@@ -79,12 +80,14 @@ def solve_within(
         progress: told what is known, as by `solve`.
         search: as for `solve`. Lean choices are not sought by it.
         budget: what may be spent, instead of the time limit.
+        gap: relative, at which the search ends; 0: that of the planner. At `ANY_GAP` any choice within the limit does.
 
     Raises:
         ForbiddenError: every choice is forbidden, however much memory there is.
         InfeasibleError: even the leanest choice found is over; the error carries the limit that it needs.
     """
-    return _LimitSearch(formulation, budget or Budget.of(time_limit, until), time_limit, progress, search).solution()
+    budget = budget or Budget.of(time_limit, until)
+    return _LimitSearch(formulation, budget, time_limit, progress, search, gap).solution()
 
 
 class _LimitSearch:
@@ -97,11 +100,12 @@ class _LimitSearch:
         time_limit: float,
         progress: Callable[[Progress], None] | None,
         search: str | Search | None,
+        gap: float,
     ) -> None:
         given = formulation.problem.limit
         assert given is not None, "there is a limit to stay within"
         self.formulation, self.budget, self.time_limit = formulation, budget, time_limit
-        self.progress, self.search = progress, search
+        self.progress, self.search, self.gap = progress, search, gap
         self.given, self.limit = given, given * formulation.prices.backend.usable
         self.is_small = formulation.is_limit_small
         self.is_loose = self.is_small or formulation.is_room_large  # whether temporaries may lie elsewhere
@@ -121,7 +125,7 @@ class _LimitSearch:
             return found
         best = self._with_reshardings_counted()
         if best is not None:
-            if best.gap <= LEAN_SEARCH_GAP or self.budget.interrupted or self.budget.over:
+            if best.gap <= max(self.gap, LEAN_SEARCH_GAP) or self.budget.interrupted or self.budget.over:
                 return best
             self.budget.needs_choice = False
         return self._among_lean_choices(best)
@@ -140,7 +144,8 @@ class _LimitSearch:
         If it is not, the next rounds begin with those in results that lie there under it.
         """
         rounds = self.rounds if self.is_small else self.rounds.part(RELAXED_SHARE)
-        relaxed = _relaxed(self.formulation, self.leanest, self.reshardings, rounds, self.within, self.how)
+        how = self.how | {"gap": self.gap}
+        relaxed = _relaxed(self.formulation, self.leanest, self.reshardings, rounds, self.within, how)
         room = self.formulation.heap.room_in_results
         if isinstance(relaxed, InfeasibleError):
             self._refuse_if_over(room.relaxed(self.leanest, ()), relaxed.least)
@@ -153,7 +158,7 @@ class _LimitSearch:
             elif not self.budget.interrupted and room.guests:
                 with contextlib.suppress(SolverError):
                     part = self.rounds.part(ROUND_SHARE)
-                    solution = _solved(self.formulation, self.leanest, (), part, gap=0.0, **self.how)
+                    solution = _solved(self.formulation, self.leanest, (), part, gap=self.gap, **self.how)
                     if self.within(solution.choice):
                         return with_bound(solution, self.bound)
             if self.is_small and (found := self._with_chip_filled()) is not None:
@@ -172,7 +177,7 @@ class _LimitSearch:
         for _ in range(MAX_ROUNDS):
             try:
                 part = self.rounds.part(ROUND_SHARE)
-                found = _solved(self.formulation, problem, counting, part, at_least=True, gap=0.0, **self.how)
+                found = _solved(self.formulation, problem, counting, part, at_least=True, gap=self.gap, **self.how)
             except SolverError:  # nothing fits, or nothing was found in time
                 break
             if not self.formulation.heap.room_in_results.guests:  # else more than the chip holds may lie elsewhere
@@ -193,7 +198,7 @@ class _LimitSearch:
                 break
             problem = replace(rounded, limit=self.limit if i else self.limit + spared, checked=True)
             try:
-                gap, part = CLOSE_COUNTED_GAP if i else 0.0, self.rounds.part(ROUND_SHARE)
+                gap, part = max(self.gap, CLOSE_COUNTED_GAP if i else 0.0), self.rounds.part(ROUND_SHARE)
                 solution = _solved(self.formulation, problem, self.reshardings, part, gap=gap, **self.how)
             except ForbiddenError:
                 raise
@@ -209,7 +214,7 @@ class _LimitSearch:
                 self.bound = solution.bound
             if self.within(solution.choice):
                 best = with_bound(solution, self.bound)
-                if self.is_loose or not self.reshardings or best.gap <= CLOSE_GAP:
+                if self.is_loose or not self.reshardings or best.gap <= max(self.gap, CLOSE_GAP):
                     return best
                 low, known = replace(rounded, limit=self.limit + spared, checked=True), self.reshardings
                 return _bounded(self.formulation, low, known, best, self.within, self.rounds, self.progress)
@@ -294,7 +299,7 @@ def _relaxed(
     for _ in range(RELAXED_ROUNDS):
         try:
             part = budget.part(ROUND_SHARE)
-            solution = _solved(formulation, problem, reshardings, part, cuts=cuts, at_least=True, gap=0.0, **how)
+            solution = _solved(formulation, problem, reshardings, part, cuts=cuts, at_least=True, **how)
         except InfeasibleError as error:
             return error
         except SolverError:

@@ -466,18 +466,19 @@ def results(output: HeldOutput) -> Iterator[HeldBytes]:
 
 @of_reads
 def sources_of_late_sums(read: ReadValue) -> Iterator[HeldBytes]:
-    """What is read by a sum that is computed last, once other readers have read it, until the end.
+    """What is read by a sum or a product that is computed last, once other readers have read it, until the end.
 
     If it is made again there, that is what it is made of.
     """
-    output = read.made
-    if not output.prices.backend.sums.runs_last or output.has_buffer:
+    output, sums = read.made, read.made.prices.backend.sums
+    if output.has_buffer or not (sums.runs_last or sums.loops_first):
         return
-    waiting = [(reader, reader.group) for reader in read.readers if reader.group and reader.group.can_wait]
+    readers = [(reader, reader.group) for reader in read.readers if reader.group]
+    waiting = [one for one in readers if (one[1].can_wait if sums.runs_last else one[1].is_late)]
     if not waiting:
         return
     reader, last = max(waiting, key=lambda one: one[1].point)
-    summed = output.prices.memo.once(are_finished, read.strategies(last))
+    summed = output.prices.memo.once(are_finished, read.strategies(last)) == sums.runs_last
     end = last.handed_on_at if last.handed_on_at is not None else output.end
     value, is_stored = output.value, output.lifetime.stored
     for source in [value] if is_stored else output.prices.instead.get(value.id, ()):

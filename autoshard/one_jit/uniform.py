@@ -147,7 +147,7 @@ class UniformStages:
                             raise self.refused(f"what stands {where} the loop reads what {maker.name} makes")
         rows = [key for kind in ("F", "B") for one in self.alike(kind) for key in one.outputs if key.kind == "rows"]
         if rows:
-            raise self.refused("its layers make results per row of the batch")
+            raise self.refused("its layers make results per row of the batch, or per microbatch, as statistics")
 
     def refused(self, why: str) -> StageError:
         return refused(self.programs.name, why)

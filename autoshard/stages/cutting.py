@@ -14,9 +14,10 @@ from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array, scan_
 from autoshard.microbatches.batch import traced_in_part
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.opening import opened
-from autoshard.microbatches.proof import proof
+from autoshard.microbatches.proof import Proof, proof
 from autoshard.microbatches.relations import Invariant, Rows
 from autoshard.microbatches.rows import Microbatches
+from autoshard.microbatches.statistics import in_pieces
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.building import Builder, Names
 from autoshard.stages.placement.after import AfterLoop, after_loop
@@ -56,13 +57,7 @@ class CuttableStep:
         Raises:
             StageError: a microbatch would have to wait for all of the one before.
         """
-        found = proof(self.whole, self.part, self.split)
-        if found.handed_on:
-            raise StageError(
-                f"statistics='microbatch': {len(found.handed_on)} arrays of state are changed by every microbatch and "
-                "read by the next, in a loop or in the forward pass, which stages of a pipeline do not do.\n"
-                "Write the layers one after the other, or use microbatches= without pipeline=."
-            )
+        found = _proof(self.whole, self.part, self.split)
         return Roles(MicrobatchedStep(self.whole.jaxpr, self.part.jaxpr, self.split, found), self.held)
 
     def units(self, least: int = 1) -> Units:
@@ -104,7 +99,7 @@ def cut(
         whole, part = again.whole, again.part
     roles, held = step.roles, frozenset(i for i, one in enumerate(whole.origins) if one.equation in step.held)
     if bounds or again is not None:
-        found = proof(whole.closed, part, step.split)
+        found = _proof(whole.closed, part, step.split)
         roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.jaxpr, step.split, found), held)
     stages = stages_of(roles, whole.origins, boundaries, pins(roles, whole.origins) if pins is not None else None)
     late = _settle_sums(roles, stages)
@@ -115,6 +110,21 @@ def cut(
         stages = {i: stages[i] for i in roles.loop if i in stages}
     made = _Cut(step, whole, roles, stages, boundaries, weight_programs, are_alike).programs()
     return made if again is None else replace(made, recomputed=again.summary)
+
+
+def _proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
+    """
+    Raises:
+        StageError: a microbatch would have to wait for all of the one before.
+    """
+    found = proof(whole, part, split)
+    if found.handed_on:
+        raise StageError(
+            f"statistics='microbatch': {len(found.handed_on)} arrays of state are changed by every microbatch and "
+            "read by the next, in a loop or in the forward pass, which stages of a pipeline do not do.\n"
+            "Write the layers one after the other, or use microbatches= without pipeline=."
+        )
+    return found
 
 
 def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
@@ -161,9 +171,15 @@ class _Cut:
         self.count = len(boundaries) + 1
         self.jaxpr = whole.closed.jaxpr
         self.pieces = tuple(whole.slices)
+        known = self.step.proof.running
+        if in_turn := {piece: made for piece, made in self.carried_pairs() if self.argument_of(piece) in known.results}:
+            self.step.proof = replace(self.step.proof, running=in_pieces(known, in_turn))
         self.names = Names.of(self.jaxpr, self.pieces, self.step.equations)
         self.outside = set(self.names.outside)
         self.builder = Builder(self.step, self.names, roles, self.sliced() if are_alike else frozenset())
+
+    def argument_of(self, piece: Var) -> Var:
+        return self.apart.slices[piece].argument if piece in self.apart.slices else piece
 
     # What each loop program computes.
 

@@ -122,11 +122,11 @@ def test_a_frontier_says_what_the_time_limit_left_out(found, monkeypatch):
 def test_rows_and_devices_that_are_not_decided_in_time_count_as_no_fit(monkeypatch):
     within = TracedVariants.within
 
-    def late(step, memory):
+    def late(step, memory, gap=0.0):
         rows, devices = step.as_written.program.arguments[1].shape[0], math.prod(step.options.mesh.shape.values())
         if rows == 256 or devices == 2:
             raise SolverError("not found in time")
-        return within(step, memory)
+        return within(step, memory, gap)
 
     monkeypatch.setattr(TracedVariants, "within", late)
     best = autoshard.largest_batch(product, *FEW, memory="10MiB", multiple=64, most=512, **GIVEN)
@@ -160,9 +160,9 @@ def test_rows_are_a_multiple_of_devices_and_microbatches():
 def test_the_fewest_devices_are_the_fewest(monkeypatch):
     solved, solution = [], TracedStep.solution
 
-    def noted(step, memory, enough=None):
+    def noted(step, memory, enough=None, gap=0.0):
         solved.append(tuple(step.options.mesh.shape.items()))
-        return solution(step, memory, enough)
+        return solution(step, memory, enough, gap)
 
     monkeypatch.setattr(TracedStep, "solution", noted)
     given = {"chip": "v5e", "axes": ("data",), "memory": "64KiB", "donate_argnums": 0, "time_limit": 4}

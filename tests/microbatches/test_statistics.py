@@ -1,5 +1,6 @@
 """With statistics="microbatch" a step in microbatches is a loop over them that is written by hand, and else refused."""
 
+import functools
 from dataclasses import replace
 
 import flax.linen as nn
@@ -188,13 +189,19 @@ def in_parts(loss):
     return jax.jit(core.jaxpr_as_fun(split))(*jax.tree.leaves(args))
 
 
+@functools.cache
+def expected(loss):
+    return jax.tree.leaves(jax.jit(by_hand(loss))(*arguments(loss)))
+
+
 def check(loss, found):
-    expected = jax.tree.leaves(jax.jit(by_hand(loss))(*arguments(loss)))
-    for one, other in zip(jax.tree.leaves(found), expected, strict=True):
+    for one, other in zip(jax.tree.leaves(found), expected(loss), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", some(LOSSES, *(one for one in LOSSES if one not in (batch_norm_computed_again, batch_norm_of_linen)))
+)
 def test_numbers_are_those_of_a_loop_by_hand(loss):
     check(loss, in_parts(loss))
 
@@ -228,7 +235,9 @@ def mesh_of_two():
     return jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("loss", some([batch_norm, balance_loss], batch_norm))
+@pytest.mark.parametrize(
+    "loss", some([balance_loss, balance_loss_in_a_loop, batch_norm], balance_loss_in_a_loop, batch_norm)
+)
 def test_stages_have_statistics_of_microbatches(loss):
     pipeline = {"stages": 2, "microbatches": COUNT}
     step = autoshard.autoshard(trained(loss), mesh=mesh_of_two(), statistics="microbatch", pipeline=pipeline)

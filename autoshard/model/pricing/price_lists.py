@@ -21,6 +21,7 @@ from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import stacked_beside
+from autoshard.model.xla.products import matrix_dims
 from autoshard.model.xla.rounding import Widths, widths_of
 from autoshard.model.xla.units.chip_memory import kept_between, only_in_products, scaled
 from autoshard.model.xla.units.scalar_unit import places_of
@@ -78,6 +79,7 @@ class PriceLists:
             places=places_of(program) if backend.number_bytes else None,
             instead=read_through(groups),
             images=image_dims(program),
+            matrices=matrix_dims(program) if backend.tile else None,
             steps=ReshardingSteps(mesh, backend.gathers),
             regions=Regions(program, mesh, topology, backend, formulate),
         )

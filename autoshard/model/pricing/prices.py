@@ -92,6 +92,7 @@ class Prices:
         places: ValuePlaces | None = None,
         instead: Mapping[int, Sequence[Value]] | None = None,
         images: Mapping[int, ImageDims] | None = None,
+        matrices: Mapping[int, tuple[int, ...]] | None = None,
         waits_only: bool = False,
         steps: ReshardingSteps | None = None,
         offered: OptionSet | None = None,
@@ -121,7 +122,7 @@ class Prices:
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
         self.ways = WaysToSplit(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
-        self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo)
+        self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo, matrices or {})
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}

@@ -88,8 +88,8 @@ class GroupWork:
         """What of a value decides what the work of groups takes that read it or make it."""
         if value.id not in self._figures:
             widths = self.arrays.widths.summed(value), self.arrays.widths.stored(value)
-            image_dims = self.arrays.images.get(value.id)
-            self._figures[value.id] = value.shape, image_dims, value.on_host, *widths, self.kept_share(value)
+            minor = self.arrays.minor_dims(value)
+            self._figures[value.id] = value.shape, minor, value.on_host, *widths, self.kept_share(value)
         return self._figures[value.id]
 
     def is_alone(self, group: Group) -> bool:

@@ -20,11 +20,22 @@ class ArraySizes:
     """How large the shards of values are, by one compiler."""
 
     def __init__(
-        self, mesh: MeshShape, widths: Widths, backend: Backend, images: Mapping[int, ImageDims], memo: Memo
+        self,
+        mesh: MeshShape,
+        widths: Widths,
+        backend: Backend,
+        images: Mapping[int, ImageDims],
+        memo: Memo,
+        matrices: Mapping[int, tuple[int, ...]],
     ) -> None:
         self.mesh, self.widths, self.backend, self.memo = mesh, widths, backend, memo
         self.images = images  # values of which convolutions decide how they lie -> batch and feature dims
+        self.matrices = matrices  # values of which batched products decide how they lie -> dims of their matrices
         self._elements: dict[tuple, int] = {}
+
+    def minor_dims(self, value: Value) -> tuple[int, ...] | None:
+        """The dims of `value` among which the two minor ones are; None: they may be any."""
+        return self.images.get(value.id) or self.matrices.get(value.id)
 
     def local_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of `value` in the memory of one device."""
@@ -36,12 +47,12 @@ class ArraySizes:
         def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return read_only(np.array([self.local_bytes(value, layout) for layout in layouts]))
 
-        what = value.shape, self.images.get(value.id), value.on_host, self.widths.stored(value)
+        what = value.shape, self.minor_dims(value), value.on_host, self.widths.stored(value)
         return self.memo.once(local_bytes, layouts, of=what)
 
     def returned_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of `value` as a result, per layout: it lies as any array does, and not as convolutions want images."""
-        if value.id not in self.images:
+        """Bytes of `value` as a result, per layout: it lies as any array does, and not as its makers want it."""
+        if not self.minor_dims(value):
             return self.sizes(value, layouts)
         elements = [padded_size(local_shape(value.shape, one, self.mesh), self.backend.tile) for one in layouts]
         return np.array(elements) * self.widths.stored(value)
@@ -60,7 +71,7 @@ class ArraySizes:
         def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return read_only(np.array([self.copy_bytes(value, layout, readers) for layout in layouts]))
 
-        what = value.shape, self.images.get(value.id), self.widths.moving(value, readers)
+        what = value.shape, self.minor_dims(value), self.widths.moving(value, readers)
         return self.memo.once(copy_bytes, layouts, of=what)
 
     def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
@@ -68,9 +79,9 @@ class ArraySizes:
         width = min(value.itemsize, BFLOAT16_BYTES) if self.backend.rounding.operands else value.itemsize
         return self.elements(value, layout, minor) * width
 
-    def elements(self, value: Value, layout: Layout, minor: ImageDims | None = None) -> int:
+    def elements(self, value: Value, layout: Layout, minor: tuple[int, ...] | None = None) -> int:
         """Elements of `value` that one device has, with padding."""
-        minor = minor or self.images.get(value.id)
+        minor = minor or self.minor_dims(value)
         key = value.shape, layout, minor
         if key not in self._elements:
             self._elements[key] = padded_size(local_shape(value.shape, layout, self.mesh), self.backend.tile, minor)

@@ -159,7 +159,7 @@ V5E = Backend(
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
     scatters=Scatters(over_all_up_to=8, chip_rows=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
     operations=Operations(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
-    sums=Sums(hoists=True, adds_first=True),
+    sums=Sums(hoists=True, adds_first=True, loops_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
     vector_unit=VectorUnit(
         clock=1.5e9,

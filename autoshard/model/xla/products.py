@@ -14,12 +14,16 @@ XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied 
 products of real numbers, each in several passes of bfloat16. A long dim is transformed as two whose sizes multiply to
 its own. Source: the cycles that libtpu notes on transforms of 17 to 2,048 points. The same test compiles one, and
 `tests/model/xla/test_small_programs.py` a short one.
+
+XLA for TPU lays the batch dims of products outside the dims of their matrices: tiles are filled with rows and columns,
+however few these are. Source: the layouts of compiled v5e programs. `tests/model/xla/test_softmaxes.py` compiles
+attention over a length that fills no tiles.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +31,36 @@ import numpy as np
 from autoshard.model.equations import is_kernel_gradient, is_matrix_product
 from autoshard.model.groups import FactorDims, Group, Use
 from autoshard.model.xla.tiles import Tile, padded_size
-from autoshard.program import Equation
+from autoshard.program import Equation, Program
+
+
+def matrix_dims(program: Program) -> dict[int, tuple[int, ...]]:
+    """Values of the shapes that batched products read and make -> the dims of their matrices. Arguments lie otherwise.
+
+    What a loop stacks of such values, or slices from a stack, has them one dim further in.
+    """
+    found: dict[tuple[int, ...], set[int]] = {}
+    for equation in program.equations:
+        if equation.primitive != "dot_general":
+            continue
+        (_, (left_batch, right_batch)) = equation.params["dimension_numbers"]
+        pairs = zip(
+            (*equation.inputs, *equation.outputs), (left_batch, right_batch, range(len(left_batch))), strict=True
+        )
+        dims = [(one.shape, _matrix(one.shape, batch)) for one, batch in pairs]
+        if left_batch and all(len(matrix) > 1 for _, matrix in dims):
+            for shape, matrix in dims:
+                found.setdefault(shape, set()).update(matrix)
+    for equation in program.equations:
+        if equation.primitive == "scan_stack" and equation.inputs[0].shape in found:
+            found[equation.outputs[0].shape] = {dim + 1 for dim in found[equation.inputs[0].shape]}
+    made_inside = (output for equation in program.equations for output in equation.outputs)
+    return {value.id: tuple(sorted(found[value.shape])) for value in made_inside if value.shape in found}
+
+
+def _matrix(shape: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The dims of an operand or result that are no batch, those of one element aside."""
+    return [dim for dim, size in enumerate(shape) if dim not in batch and size > 1]
 
 
 @dataclass(frozen=True)

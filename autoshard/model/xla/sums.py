@@ -1,16 +1,19 @@
 """Partial sums: where XLA's compilers reduce what several sums, or the turns of a loop, add up.
 
 TPU and GPU compilers add partial sums first and reduce the total once, of a loop after its last turn. The GPU compiler
-computes what is summed over devices, and what nothing waits for, last of all. Source: compiled programs.
+computes what is summed over devices, and what nothing waits for, last of all. The TPU compiler runs loops
+first: a product that is not summed over devices, as the gradient of a head, comes after all loops that do not wait for
+it. Source: compiled programs.
 `tests/end_to_end/test_what_xla_does.py` compiles loops that accumulate gradients for CPU, which does none of this;
 `python benchmarks/prediction.py` compiles models for TPU and GPU. `tests/model/test_groups.py` has groups by hand.
+`tests/model/xla/test_late_products.py` compiles a scanned stack with a head for TPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from autoshard.model.groups import Group
@@ -28,6 +31,7 @@ class Sums:
     hoists: bool = False  # partial sums that a loop adds up are reduced once, after the loop
     adds_first: bool = False  # partial sums that are only added up are added before they are reduced, once
     runs_last: bool = False  # what nothing waits for is computed last of all, if it is summed over devices
+    loops_first: bool = False  # products that no loop waits for are, if they are summed over none (`late_products`)
 
 
 def read_once(program: Program) -> set[int]:
@@ -109,6 +113,25 @@ def added_sums(program: Program, once: Set[int], home: Mapping[int, Group]) -> d
         if sums and equation.outputs[0].id in once:
             summed[equation.outputs[0].id] = sums
     return found
+
+
+def late_products(groups: Sequence[Group], users: Sequence[Sequence[Group]]) -> list[bool]:
+    """Per group, `Group.is_late`: products outside of loops that a loop comes after, and that no loop waits for.
+
+    Args:
+        users: per group, those that read it.
+    """
+    loops = {one.loop for group in groups for one in group.equations if one.loop}
+    last_loop = max((end for _, end in loops), default=0)
+    firsts = [group.equations[0].index for group in groups]
+    is_inside = [any(start <= first < end for start, end in loops) for first in firsts]
+    feeds_loop = list(is_inside)
+    for group in reversed(groups):
+        feeds_loop[group.index] |= any(feeds_loop[user.index] for user in users[group.index])
+    return [
+        group.contracts and not feeds and first < last_loop
+        for group, feeds, first in zip(groups, feeds_loop, firsts, strict=True)
+    ]
 
 
 def _scatters(group: Group) -> bool:

@@ -17,6 +17,7 @@ from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
 from autoshard.model import formulating, memory_terms
 from autoshard.model.heap import number_terms
+from autoshard.model.pricing import price_lists
 from autoshard.model.xla import backends
 from autoshard.model.xla.products import ProductSizes
 from autoshard.model.xla.units import scalar_unit
@@ -54,7 +55,10 @@ def foreseen(fn, shapes):
 
 @pytest.mark.parametrize("name", SLOW)
 def test_what_is_slow_in_a_unit(monkeypatch, name):
-    """Within two fifths of libtpu's cycles; less than three fifths of these without what the units take."""
+    """Within two fifths of libtpu's cycles; less than three fifths of these without what the units take.
+
+    Small products of a batch write padding, too, which is left out with what the units take.
+    """
     pytest.importorskip("libtpu")
     fn, shapes = SLOW[name]
     shardings = NamedSharding(target_mesh(MACHINE, AXES), P())
@@ -64,6 +68,7 @@ def test_what_is_slow_in_a_unit(monkeypatch, name):
     assert foreseen(fn, shapes) == pytest.approx(schedule.compute_seconds, rel=0.4)
     without = replace(backends.V5E, vector_unit=VectorUnit(), matrix_unit=MatrixUnit())
     monkeypatch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "v5e": without})
+    monkeypatch.setattr(price_lists, "matrix_dims", lambda program: {})
     assert foreseen(fn, shapes) < 0.6 * schedule.compute_seconds
 
 
