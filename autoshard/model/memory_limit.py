@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -253,8 +254,8 @@ class _LimitSearch:
         """
         needed, free = math.inf, 0.0
         try:
-            lean = _lean_solutions(self.formulation, self.lean, self.budget, self.time_limit, self.progress)
-            for solution, peak in lean:
+            limits = self.budget, self.time_limit, self.progress
+            for solution, peak in chain(*(_lean_solutions(self.formulation, one, *limits) for one in self.lean)):
                 if needed == math.inf:
                     free = solution.bound  # the first is sought without a limit
                 needed = min(needed, peak / self.formulation.prices.backend.usable)
@@ -437,7 +438,8 @@ def _refusal(
     def needed() -> float:
         timed = replace(budget, until=time.monotonic() + seconds)
         try:
-            return min(peak for _, peak in _lean_solutions(formulation, lean, timed, seconds, None)) / usable
+            found = chain(*(_lean_solutions(formulation, one, timed, seconds, None) for one in lean))
+            return min(peak for _, peak in found) / usable
         except SolverError:
             return math.inf
 
@@ -445,17 +447,8 @@ def _refusal(
 
 
 def _lean_solutions(
-    formulation: Formulation, problems: Iterable[tuple[Problem, float]], *limits: Any
-) -> Iterator[tuple[Solution, int]]:
-    """Lean choices of problems, each with the bytes of it that the chip holds; `limits` as for `_leaner_and_leaner`."""
-    for problem, on_chip in problems:
-        yield from _leaner_and_leaner(formulation, problem, on_chip, *limits)
-
-
-def _leaner_and_leaner(
     formulation: Formulation,
-    problem: Problem,
-    on_chip: float,
+    lean: tuple[Problem, float],
     budget: Budget,
     time_limit: float,
     progress: Callable[[Progress], None] | None,
@@ -464,12 +457,12 @@ def _leaner_and_leaner(
 
     With each comes its peak. Choices that hold more without reshardings are cheaper and reshard less, so that what
     they hold in all can be less. They do not depend on the problem's limit: what one call says is needed, another call
-    finds again.
+    finds again. `lean`: the problem, and the bytes of what it counts that the chip's own memory holds.
 
     Raises:
         SolverError: the least that a choice holds was not found in time.
     """
-    first = budget.part(LEANEST_SHARE)
+    (problem, on_chip), first = lean, budget.part(LEANEST_SHARE)
     try:
         solution = solve_for_plan(
             replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
