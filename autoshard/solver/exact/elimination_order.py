@@ -122,7 +122,11 @@ def _greedy(
             return table + noise[node]
         around, added = sorted(beside[node]), 0.0
         for place, i in enumerate(around):
-            added += sum(2.0 ** (logs[i] + logs[j]) for j in around[place + 1 :] if j not in beside[i])
+            own, known, apart = logs[i], beside[i], 0.0
+            for j in around[place + 1 :]:
+                if j not in known:
+                    apart += 2.0 ** (own + logs[j])
+            added += apart
         return math.log2(1 + added) + noise[node] + 1e-3 * table
 
     waiting = [(weight(node), node) for node in range(len(logs))]
