@@ -234,7 +234,7 @@ def test_what_takes_long_to_price_once_ends_in_time(monkeypatch):
         return made
 
     monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + clock.by))
-    for name in ("path", "depends_on_whole_dims"):
+    for name in ("path", "path_whatever_is_whole"):
         monkeypatch.setattr(resharding_steps, name, slow(getattr(resharding_steps, name)))
     mesh = jax.sharding.AbstractMesh((2, 2, 2, 2), tuple("abcd"))
     shapes = jax.ShapeDtypeStruct((16, 32, 64), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)

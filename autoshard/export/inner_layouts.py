@@ -21,7 +21,8 @@ from autoshard.operations.primitive import OPERATION
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Equation, Program, Value
 from autoshard.program.signature import text_of_value
-from autoshard.propagation.rules.windows import STENCIL
+from autoshard.propagation.padded_windows import UNPADDED
+from autoshard.propagation.rules.windows import STENCIL, WRAPS
 
 _BOUNDARIES = {"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"}
 Chain = tuple[Layout, ...]  # constraints, one after the other
@@ -208,6 +209,9 @@ class _Table:
             place = {0: equation.params["output"]}
             moved: dict[str, Any] = {kind: {place[i]: one for i, one in said.items()} for kind, said in made.items()}
             return Row(equation.path, "", line, **moved)
+        if UNPADDED in equation.params or WRAPS in equation.params:  # as the code has it, the array is padded
+            self.left.append(f"a convolution over a padded array at {line}")
+            return Row(equation.path, "", line, **self.made(equation.outputs if WRAPS in equation.params else ()))
         if name == OPERATION:  # which may stand for a plain transform
             name = ""
         on_shards, reads = self.on_shards(equation), self.reads(equation)

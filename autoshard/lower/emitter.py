@@ -6,9 +6,10 @@ plan decided. `scan`, `while`, `cond`, `jax.checkpoint` and custom derivatives s
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -40,9 +41,10 @@ from autoshard.jaxprs import (
 )
 from autoshard.layout import Layout, spec_of
 from autoshard.lower.constraints import constraints_of
-from autoshard.lower.halos import run_stencil
+from autoshard.lower.halos import run_stencil, run_whole
 from autoshard.lower.names import first_readers, named_after, named_as, reader_in
 from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
+from autoshard.lower.sharded_array import ShardedArray, unfolded
 from autoshard.lower.xla_faults import safely_split
 from autoshard.mesh.resharding import stops
 from autoshard.operations.primitive import OPERATION
@@ -51,25 +53,9 @@ from autoshard.operations.split import WHOLE
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program, Value
 from autoshard.program.explicit import open_axes, type_sharding
-from autoshard.propagation.moves import Step
+from autoshard.propagation.padded_windows import UNPADDED
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rules.windows import STENCIL
-
-
-@dataclass(frozen=True)
-class ShardedArray:
-    """An array of the running program, with the resharded copy that its readers share."""
-
-    array: Any
-    layout: Layout | None = None  # None: the plan has no layout for the array
-    copy: Any = None
-    copy_layout: Layout | None = None
-    made_by: tuple[JaxprEqn, list[ShardedArray]] | None = None  # inside a stencil: the equation and its operands
-
-    @property
-    def shell(self) -> ShardedArray:
-        """Its layouts alone: what may outlive the trace that the arrays belong to."""
-        return ShardedArray(None, self.layout, None, self.copy_layout)
 
 
 def annotated(program: Program, annotations: Annotations, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
@@ -237,6 +223,10 @@ class Emitter:
         if (implementation := self.program.implementations.get(path)) is not None:
             return self.custom(eqn, implementation, operands, path)
         equation = self.equations.get(path)
+        if equation is not None and UNPADDED in equation.params:
+            steps, source = equation.params[UNPADDED]
+            array = self.read(unfolded(steps, eqn, operands)[1][source], equation, 0)
+            return self.outputs(equation, [jnp.reshape(array, equation.outputs[0].shape)])
         if equation is not None and equation.primitive == STENCIL:
             (ended,) = self.stencil(eqn, equation, operands)
             if len(eqn.outvars) == 1:
@@ -256,7 +246,7 @@ class Emitter:
     def stencil(self, eqn: JaxprEqn, equation: Equation, operands: list[ShardedArray]) -> list[ShardedArray]:
         """Runs all that leads from a stencil's sources to its result again, on shards if devices exchange halos."""
         steps = equation.params["steps"]
-        equations, sources = _unfolded(steps, eqn, operands)
+        equations, sources = unfolded(steps, eqn, operands)
         arrays = [self.read(sources[i], equation, i) for i in range(len(sources))]
         homes = [self.annotations.homes.get(value.id) for value in equation.outputs]
         wants, mesh = wants_of(equation, self.annotations), dict(self.mesh.shape)
@@ -275,18 +265,19 @@ class Emitter:
         if is_kernel(eqn):
             return self.kernel(eqn, arrays)
         homes = [self.annotations.homes.get(value.id) for value in equation.outputs] if equation else []
+        run_it = functools.partial(run_whole, equation)
         layout = homes[0] if homes else None
         if equation is not None and equation.primitive == OPERATION:
             chosen = self.annotations.runs.get(equation.index, WHOLE)  # by hand as well: there may be a kernel in it
             return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         if None in homes or equation is None:
-            return safely_split(run, eqn, arrays, layout)
+            return safely_split(run_it, eqn, arrays, layout)
         scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
         if scatter is None and not may_run_on_shards(equation):
-            return safely_split(run, eqn, arrays, layout)
+            return safely_split(run_it, eqn, arrays, layout)
         split = Split.of(equation, wants, dict(self.mesh.shape))
         if scatter is None and not runs_on_shards(equation, split):
-            return safely_split(run, eqn, arrays, layout)
+            return safely_split(run_it, eqn, arrays, layout)
         function = on_shards(eqn, equation, split, scatter)
         return self.on_shards(
             function, arrays, list(map(spec_of, wants)), [spec_of(home) for home in homes if home is not None]
@@ -464,26 +455,6 @@ class Emitter:
             default = next((taken for names, taken in zip(platforms, branches, strict=True) if names is None), None)
             arrays = jax.lax.platform_dependent(default=default, **taken_on)
         return [self.entered(array, (*path, "join", i)) for i, array in enumerate(arrays)]
-
-
-def _unfolded(
-    steps: Sequence[Step], eqn: JaxprEqn, operands: list[ShardedArray]
-) -> tuple[dict[int, JaxprEqn], dict[int, ShardedArray]]:
-    """The equation of each step of a stencil, and its sources by their place."""
-    equations: dict[int, JaxprEqn] = {}
-    sources: dict[int, ShardedArray] = {}
-    waiting = [(len(steps) - 1, eqn, operands)]
-    while waiting:
-        index, made_by, entries = waiting.pop()
-        equations[index] = made_by
-        for ref, operand in zip(steps[index].operands, steps[index].inputs, strict=True):
-            entry = entries[operand]
-            if ref < 0:
-                sources[~ref] = entry
-            elif ref not in equations:
-                assert entry.made_by is not None, "what is inside a stencil knows what made it"
-                waiting.append((ref, *entry.made_by))
-    return equations, sources
 
 
 def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from autoshard.propagation.moves import Place, Places, Step, Walk, reads
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
-from autoshard.propagation.rules.windows import rows_at, source_shapes
+from autoshard.propagation.rules.windows import WRAPS, rows_at, source_shapes
 from autoshard.propagation.source_halos import SourceHalos, is_moved
 
 
@@ -43,6 +43,38 @@ def with_halos(
                 array = found[reach.operand]
                 found[reach.operand] = exchanged(array, rows, split, shards(split, mesh), beyond(reach.operand))
     return found
+
+
+def with_rims(array: jax.Array, equation: Equation, split: Collection[int] = ()) -> jax.Array:
+    """The images of a convolution with what follows them at the other end, along dims that no halo is brought of.
+
+    Args:
+        array: the images, or a device's part of them.
+        equation: the convolution.
+        split: the dims of the images that halos are brought of.
+    """
+    for dim, wraps, (before, after) in wrapped_dims(equation):
+        if wraps and dim not in split:
+            size = array.shape[dim]
+            rims = [(size - before, size), (0, size), (0, after)]
+            array = jnp.concatenate([jax.lax.slice_in_dim(array, *rim, axis=dim) for rim in rims], dim)
+    return array
+
+
+def run_whole(equation: Equation | None, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
+    """An equation on whole arrays: as it stands in its jaxpr, or a convolution over what was padded there."""
+    if equation is None or WRAPS not in equation.params:
+        return run(eqn, arrays)
+    padding = tuple((0, 0) if wraps else pads for _, wraps, pads in wrapped_dims(equation))
+    images, *others = arrays
+    return run(eqn.replace(params={**eqn.params, "padding": padding}), [with_rims(images, equation), *others])
+
+
+def wrapped_dims(equation: Equation) -> Iterator[tuple[int, bool, tuple[int, int]]]:
+    """Of a convolution, the dims that windows move along, whether they go on at the other end, and the padding."""
+    if WRAPS in equation.params:
+        places = equation.params["dimension_numbers"].lhs_spec[2:]
+        yield from zip(places, equation.params[WRAPS], equation.params["padding"], strict=True)
 
 
 def without_halos(array: jax.Array, rule: Rule, axes: Mapping[str, tuple[str, ...]]) -> jax.Array:

@@ -37,7 +37,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
 from autoshard.layout import Layout, MeshShape, divides, local_shape, shards, spec_of, spec_text
-from autoshard.lower.halos import with_halos, without_halos
+from autoshard.lower.halos import with_halos, with_rims, without_halos, wrapped_dims
 from autoshard.lower.lookups import local_lookup
 from autoshard.model.equations import (
     folds_by_hand,
@@ -54,10 +54,11 @@ from autoshard.operations.split import Run
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
+from autoshard.propagation.halos import Rows
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
-from autoshard.propagation.rules.windows import STENCIL, beyond
+from autoshard.propagation.rules.windows import STENCIL, WRAPS, beyond
 
 FOREIGN = "ffi_call"  # a function of another language, which knows nothing of partitioners
 
@@ -102,6 +103,11 @@ class Split:
         axes = {axis for factor in self.rule.reduction | self.rule.summed for axis in self.axes.get(factor, ())}
         return tuple(axis for axis in self.mesh if axis in axes)
 
+    @property
+    def exchanged_rows(self) -> list[Rows]:
+        """What devices bring of each other's rows."""
+        return [rows for reach in self.rule.reaches for rows in reach.halos if self.axes.get(rows.factor)]
+
     def pieces(self, factor: str) -> int:
         """Into how many pieces a factor is split."""
         return shards(self.axes.get(factor, ()), self.mesh)
@@ -141,6 +147,8 @@ def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter 
 
     def on_one_device(*shards: Any) -> list:
         operands = with_halos(shards, split.rule, split.axes, split.mesh, functools.partial(beyond, equation))
+        if WRAPS in equation.params:
+            operands[0] = with_rims(operands[0], equation, {rows.dim for rows in split.exchanged_rows})
         if equation.primitive == "ragged_dot_general":
             operands = [*operands[:2], _local_groups(equation, split, *operands[2:])]
         if folds_by_hand(equation) and split.reduced:
@@ -262,13 +270,9 @@ def local_params(equation: Equation, split: Split) -> dict[str, Any]:
             for name, dim in (("feature_group_count", channels), ("batch_group_count", batch))
             if equation.params[name] > 1
         }
-    padding = {
-        rows.dim: rows.padding
-        for reach in split.rule.reaches
-        for rows in reach.halos
-        if "padding" in equation.params and split.axes.get(rows.factor)
-    }
-    if padding:
+    padding = {rows.dim: rows.padding for rows in split.exchanged_rows if "padding" in equation.params}
+    padding |= {dim: (0, 0) for dim, wraps, _ in wrapped_dims(equation) if wraps}
+    if padding or WRAPS in equation.params:
         dims = range(len(equation.inputs[0].shape))
         if equation.primitive == "conv_general_dilated":
             dims = equation.params["dimension_numbers"].lhs_spec[2:]

@@ -31,7 +31,7 @@ smallest. With equal links behind switches this is exactly one ring over all dev
 link. Parts of the data go through them in different orders, so that their bandwidths add up (ibid., "What happens when
 we AllGather over multiple axes?"). Axes that are laid through the same dims have no more
 than the wires of these. An all_to_all or collective_permute uses its links side by side, so the slowest link
-bounds it.
+bounds it. A message of the latter takes one way through switches, whichever axes it goes along.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def seconds(
         latency = sum(_hops(n, link) * link.latency for n, link in spans)
         return latency + max(bytes * _all_to_all_share(n, link) / link.bandwidth for n, link in spans)
     if kind == "collective_permute":
-        latency = sum((_hops(n, link) if link.torus else 1) * link.latency for n, link in spans)
+        behind_switches = max((link.latency for _, link in spans if not link.torus), default=0.0)
+        latency = sum(_hops(n, link) * link.latency for n, link in spans if link.torus) + behind_switches
         return latency + max(bytes * _permute_share(n, link) / link.bandwidth for n, link in spans)
     raise MeshError(f"unknown collective {kind!r}; known are {', '.join(KINDS)}")
 

@@ -77,10 +77,15 @@ def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[s
     return tuple(step for hop in itertools.pairwise(layouts) for step in _hop(*hop, mesh)[0])
 
 
-def depends_on_whole_dims(source: Layout, target: Layout, mesh_shape: MeshShape) -> bool:
-    """Whether `path` may be another one if dims that neither layout splits are left out."""
+def path_whatever_is_whole(
+    source: Layout, target: Layout, mesh_shape: MeshShape
+) -> tuple[tuple[str, tuple[str, ...], int], ...] | None:
+    """The same; None if it may be another one where more or fewer dims are split in neither layout."""
     mesh = tuple(mesh_shape.items())
-    return not prime_of(mesh) or DIMS in _path(*_without_whole_dims(source, target), mesh)[1]
+    if not prime_of(mesh):
+        return None
+    found, traits = _path(*_without_whole_dims(source, target), mesh)
+    return None if DIMS in traits else found
 
 
 def stops(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[Layout, ...]:
@@ -158,9 +163,8 @@ _Path = tuple[tuple[_Collective, ...], frozenset[str]]  # the collectives, and w
 
 def _without_whole_dims(source: Layout, target: Layout) -> tuple[Layout, Layout]:
     """Both layouts without the dims that neither splits."""
-    kept = [pair for pair in zip(source, target, strict=True) if any(pair)]
-    before, after = zip(*kept, strict=True) if kept else ((), ())
-    return before, after
+    kept = [i for i, before in enumerate(source) if before or target[i]]
+    return tuple([source[i] for i in kept]), tuple([target[i] for i in kept])
 
 
 @cache

@@ -29,22 +29,16 @@ class Tiling(ABC):
     """Which device holds which tile. Devices are numbered 0, 1, ...; those of one tile hold copies of it."""
 
     shape: tuple[int, ...]  # into how many tiles each dim is cut; last, how many devices hold each tile
+    tiles: tuple[int, ...]  # of these, the counts of the dims
+    copies: int  # and that of the devices
+    partial: bool  # whether tiles have copies
+    replicated: bool  # whether there is one tile
 
-    @property
-    def tiles(self) -> tuple[int, ...]:
-        return self.shape[:-1]
-
-    @property
-    def copies(self) -> int:
-        return self.shape[-1]
-
-    @property
-    def partial(self) -> bool:
-        return self.shape[-1] > 1
-
-    @property
-    def replicated(self) -> bool:
-        return max(self.shape[:-1], default=1) == 1
+    def _count(self, shape: tuple[int, ...]) -> None:
+        """Sets all these, which are read far more often than tilings are made."""
+        tiles, copies = shape[:-1], shape[-1]
+        counted = {"shape": shape, "tiles": tiles, "copies": copies, "partial": copies > 1}
+        self.__dict__.update(counted, replicated=max(tiles, default=1) == 1)
 
     def same(self, other: Self) -> bool:
         if self.replicated or other.replicated:
@@ -183,8 +177,7 @@ class DigitTiling(Tiling):
     rest: tuple[int, ...]  # those that tell the copies of a tile apart
 
     def __post_init__(self) -> None:
-        shape = [self.prime ** len(digits) for digits in (*self.dims, self.rest)]
-        object.__setattr__(self, "shape", tuple(shape))
+        self._count(tuple([self.prime ** len(digits) for digits in (*self.dims, self.rest)]))
 
     def _order(self) -> tuple[int, ...]:
         """All digits, major first: where each device stands."""
@@ -286,7 +279,7 @@ class DeviceTiling(Tiling):
     devices: np.ndarray
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", self.devices.shape)
+        self._count(self.devices.shape)
 
     def in_order_of(self, other: DeviceTiling) -> bool:
         return bool((self.devices.ravel() == other.devices.ravel()).all())

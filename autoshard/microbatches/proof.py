@@ -117,6 +117,9 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
         walk = _Walk(split, ahead, own, states, scaled)
         try:
             found = walk.step(whole, part)
+            if walk.more:
+                own |= walk.more
+                continue
             if len(found.handed_on) == len(states) and walk.scaled <= scaled:
                 return found
             states, scaled = dict(found.handed_on), scaled | walk.scaled
@@ -129,6 +132,7 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
             sums = conflict.sums or needed.sums
         except Conflict as one:
             conflict, sums = one, one.sums
+        sums |= walk.more
         if split.own_statistics is None or sums <= own:
             raise refusal(conflict, split) from None
         own |= sums
@@ -148,7 +152,8 @@ class _Walk:
             scaled: parts of sums that are multiplied by statistics.
         """
         self.split, self.ahead, self.sums, self.states, self.in_loop = split, ahead, own, states, scaled
-        self.scaled = set[Var]()  # found in this walk
+        # Found in this walk: parts of sums that are so, and sums of which microbatches need their own.
+        self.scaled, self.more = set[Var](), set[Var]()
         self.drawn: set[Path] = set()
         self.counted: dict[Path, int] = {}
         self.own: dict[Path, bool] = {}
@@ -182,7 +187,12 @@ class _Walk:
                 found, place = self.placed(eqn, small, relations, (i,))
             except NeedsAhead as needed:
                 late = sums_behind(needed.vars, whole.jaxpr, env)
-                raise NeedsAhead(needed.conflict, late, sums_of(env[var] for var in late)) from None
+                again = NeedsAhead(needed.conflict, late, sums_of(env[var] for var in late))
+                if not self.may_be_own(whole.jaxpr, again):
+                    raise again from None
+                kinds = {True: Invariant.OWN_BACKWARD, False: Invariant.OWN}
+                env |= {var: kinds[is_backward(self.makers[var])] for var in needed.vars}
+                found, place = self.placed(eqn, small, [_read(env, atom) for atom in eqn.invars], (i,))
             except Conflict:
                 if not moves_only(eqn.primitive.name) or not read.isdisjoint(eqn.outvars):
                     raise
@@ -207,6 +217,16 @@ class _Walk:
             env |= dict.fromkeys(whole_equations[i].outvars, Invariant.IN_TURN)
         own = self.own, running, handed_on, self.own_lines()
         return Proof(env, places, self.ahead, self.drawn, touched, self.counted, *own)
+
+    def may_be_own(self, jaxpr: Jaxpr, needed: NeedsAhead) -> bool:
+        """Whether each microbatch may have its own of sums that an equation needs; the next walk knows them then."""
+        sums = (needed.conflict.sums or needed.sums) - self.sums
+        if self.split.own_statistics is None or not sums:
+            return False
+        if needed.vars - self.ahead and all(is_of_batch_alone(jaxpr, var, self.split) for var in needed.vars):
+            return False
+        self.more |= sums
+        return True
 
     def own_lines(self) -> frozenset[str]:
         """The user's lines in which statistics are made of which each microbatch has its own."""

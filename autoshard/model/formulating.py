@@ -18,7 +18,7 @@ from autoshard.layout import Layout, MeshShape, spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.groups import Group
-from autoshard.model.heap import number_terms as number_terms  # whose terms enter the lists below
+from autoshard.model.heap import number_terms  # whose terms enter the lists below, too
 from autoshard.model.heap.heap import Heap
 from autoshard.model.heap.overwriting import is_overwritten, lies_in_columns
 from autoshard.model.heap.result_places import (
@@ -242,8 +242,7 @@ class _Formulator:
                 narrow: tuple[Group, ...] = narrow,
                 copies: tuple[int, float] = copies,
             ) -> np.ndarray:
-                hops = [(value, kept.home, kept.copy, narrow if kept.narrow else None) for kept in kepts]
-                costs = np.array([self.prices.exposed(*hop) + self.prices.memory_seconds(*hop) for hop in hops])
+                costs = self._moving_to_copies(value, kepts, narrow)
                 costs += [self.prices.rounding(value, kept.home) for kept in kepts]
                 if count := copies[0]:
                     costs += [count * self.prices.copying(value, kept.home, copies[1]) for kept in kepts]
@@ -281,6 +280,16 @@ class _Formulator:
             self.tables.add_argument(argument)
             self._hold(part for term in ARGUMENT_TERMS for part in term(argument))
 
+    def _moving_to_copies(
+        self, value: Value, kepts: tuple[ArgumentOption, ...], narrow: tuple[Group, ...]
+    ) -> np.ndarray:
+        """Seconds from the home of each option to its copy."""
+        homes, copies = self._homes_of(kepts), self._copies_of(kepts)
+        found = [self.prices.moves(value, homes, copies)]
+        if any(kept.narrow for kept in kepts):
+            found.append(self.prices.moves(value, homes, copies, narrow))
+        return np.where([kept.narrow for kept in kepts], found[-1], found[0])
+
     def _argument_table(
         self, value: Value, kepts: tuple[ArgumentOption, ...], reader: Reader, reads_narrow: bool
     ) -> np.ndarray:
@@ -297,6 +306,7 @@ class _Formulator:
 
     def _add_groups(self) -> None:
         first_group = len(self.program.arguments)
+        number_bytes = self.backend.number_bytes
         in_place = self.taking.keys() | self.looped.keys() | updated_in_loops(self.program, self.groups)
         carries = (one.outputs for one in self.program.equations if one.primitive == "scan_carry")
         # A loop may end in a result's buffer.
@@ -304,6 +314,8 @@ class _Formulator:
         for group, priced in zip(self.groups, self.priced, strict=True):
             self.names.append(str(group.equations[-1]))
             self.costs.append(priced.costs)
+            self.tables.add_group(group)
+            self._hold(number_terms.empty_replies(self.group_node(group), group, len(priced.strategies), number_bytes))
         for group, priced in zip(self.groups, self.priced, strict=True):
             for made, layouts in zip(group.outputs, priced.output_layouts, strict=True):
                 self.prices.memo.tick()

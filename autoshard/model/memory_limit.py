@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,8 @@ class _LimitSearch:
         self.rounds = budget.part(ROUNDS_SHARE) if is_part else budget
         self.exact = replace(formulation.problem, limit=self.limit, checked=True)
         self.leanest = _without(self.exact, formulation.heap.on_chip if self.is_small else ())
+        filled = self.exact, formulation.prices.backend.on_chip_bytes  # whose choices hold little on the chip, too
+        self.lean = [(self.leanest, 0.0), filled] if self.is_small else [(self.leanest, 0.0)]
         self.reshardings: dict[Resharding, None] = {}  # that are counted
         self.lying: list[Live] = []  # temporaries that are taken to lie in results
         self.bound = 0.0
@@ -251,8 +254,8 @@ class _LimitSearch:
         """
         needed, free = math.inf, 0.0
         try:
-            lean = _lean_solutions(self.formulation, self.leanest, self.budget, self.time_limit, self.progress)
-            for solution, peak in lean:
+            limits = self.budget, self.time_limit, self.progress
+            for solution, peak in chain(*(_lean_solutions(self.formulation, one, *limits) for one in self.lean)):
                 if needed == math.inf:
                     free = solution.bound  # the first is sought without a limit
                 needed = min(needed, peak / self.formulation.prices.backend.usable)
@@ -269,7 +272,7 @@ class _LimitSearch:
         """Raises that nothing fits, where that is proven; the arguments are those of `_least_peak`."""
         least = _least_peak(self.formulation, problem, least, self.budget)
         if not fits(least, self.limit):
-            raise _refusal(self.formulation, self.leanest, least, self.budget) from None
+            raise _refusal(self.formulation, self.lean, least, self.budget) from None
 
 
 def _relaxed(
@@ -419,11 +422,13 @@ def _least_peak(formulation: Formulation, problem: Problem, least: float, budget
     return 0.0
 
 
-def _refusal(formulation: Formulation, problem: Problem, least: float, budget: Budget) -> InfeasibleError:
+def _refusal(
+    formulation: Formulation, lean: Iterable[tuple[Problem, float]], least: float, budget: Budget
+) -> InfeasibleError:
     """The error that no choice fits. What would do is sought once it is asked for.
 
     Args:
-        problem: of which lean choices are sought.
+        lean: the problems of which lean choices are sought.
         least: bytes that no choice goes below with its peak.
         budget: for that search, which may take as long as is left now, whenever it begins.
     """
@@ -433,7 +438,8 @@ def _refusal(formulation: Formulation, problem: Problem, least: float, budget: B
     def needed() -> float:
         timed = replace(budget, until=time.monotonic() + seconds)
         try:
-            return min(peak for _, peak in _lean_solutions(formulation, problem, timed, seconds, None)) / usable
+            found = chain(*(_lean_solutions(formulation, one, timed, seconds, None) for one in lean))
+            return min(peak for _, peak in found) / usable
         except SolverError:
             return math.inf
 
@@ -442,22 +448,21 @@ def _refusal(formulation: Formulation, problem: Problem, least: float, budget: B
 
 def _lean_solutions(
     formulation: Formulation,
-    problem: Problem,
+    lean: tuple[Problem, float],
     budget: Budget,
     time_limit: float,
     progress: Callable[[Progress], None] | None,
 ) -> Iterator[tuple[Solution, int]]:
     """Choices that hold less and less, down to the one that holds the least without reshardings, whatever it costs.
 
-    With each comes its peak.
-
-    Choices that hold more without reshardings are cheaper and reshard less, so that what they hold in all can be less.
-    The choices do not depend on the problem's limit: what one call says is needed, another call finds again.
+    With each comes its peak. Choices that hold more without reshardings are cheaper and reshard less, so that what
+    they hold in all can be less. They do not depend on the problem's limit: what one call says is needed, another call
+    finds again. `lean`: the problem, and the bytes of what it counts that the chip's own memory holds.
 
     Raises:
         SolverError: the least that a choice holds was not found in time.
     """
-    first = budget.part(LEANEST_SHARE)
+    (problem, on_chip), first = lean, budget.part(LEANEST_SHARE)
     try:
         solution = solve_for_plan(
             replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
@@ -471,15 +476,18 @@ def _lean_solutions(
     except SolverError as error:
         raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
     reshardings: dict[Resharding, None] = {}
-    last, peak = None, 0
+    last, peak, searched = None, 0.0, (0.0, -1)
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
         for limit in (slack * least.needed for slack in LEAN_LIMIT_FACTORS for _ in range(2)):
             if last is not None:
                 if budget.over:
                     break
-                if fits(peak, limit):
+                if fits(peak, limit - on_chip):
                     continue  # about as good as any here
                 reshardings.update(dict.fromkeys(formulation.reshardings_over(last.choice, limit)))
+            if (limit, len(reshardings)) == searched:
+                continue
+            searched = limit, len(reshardings)
             leaner = replace(problem, limit=limit)
             how: dict[str, Any] = {"iterations": LEAN_ITERATIONS, "gap": CLOSE_COUNTED_GAP, "progress": progress}
             last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)

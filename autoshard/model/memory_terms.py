@@ -46,7 +46,7 @@ from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.units.scalar_unit import numbers_of_value
 from autoshard.operations.reduce_scatter import scatters_second
 from autoshard.program import Equation, Value
-from autoshard.propagation.rules.windows import STENCIL
+from autoshard.propagation.rules.windows import STENCIL, WRAPS
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,8 @@ class HeldOutput:
         if self.group.equations[0].primitive == STENCIL:
             return received
         uses = {halo.use for halo in strategy.halos}
+        if any(self.group.equations[0].params.get(WRAPS, ())):  # along whole dims, too
+            uses.add(0)
         local_bytes = self.prices.arrays.local_bytes
         return received + sum(local_bytes(self.group.uses[use].value, strategy.operand_layouts[use]) for use in uses)
 
@@ -395,8 +397,6 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
             is_outside = is_outside_chip(name, equation.primitive)
-            if is_outside and output.returns:
-                continue  # it lies where the results do
             sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             on_chip = output.may_be_on_chip and not is_outside

@@ -190,11 +190,15 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
             tuple(Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found),
         )
         return
+    at_once = partial
+    if not group.windows.isdisjoint(assignment):  # run on shards: over the axes of all factors at once
+        split = {axis for _, axes in partial for axis in axes}
+        at_once = [(partial[0][0], tuple(axis for axis in mesh if axis in split))]
     yield (
         leaves,
         tuple(
             Finish(ALL_REDUCE, axes, i, elements[i])
-            for factor, axes in partial
+            for factor, axes in at_once
             for i, made in enumerate(group.outputs)
             if factor not in _factors_in(made.dims)  # others have one part of their results each
         ),

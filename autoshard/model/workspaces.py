@@ -289,11 +289,18 @@ def _blocks_in_rows(shards: ShardBytes) -> float:
     return made * 128 / 2 if is_flat and made > _MOST_BLOCKS_IN_CHIP / 2 else 0.0
 
 
+def _given_to_host(shards: ShardBytes) -> float:
+    """What the host computes with and what it makes, row after row, which other operations do not read."""
+    return sum(max(size, _LEAST_TEMPORARY_BYTES) for size in (*shards.operands, *shards.results))
+
+
 def _padded_pivots(shards: ShardBytes) -> float:
     """Of a batch of factorizations on TPU: the pivots of each matrix take whole rows of 128 numbers."""
     rows, columns = shards.equation.inputs[0].shape[-2:]
     matrices = shards.operands[0] / (rows * columns * shards.equation.inputs[0].dtype.itemsize)
-    return matrices * -(-min(rows, columns) // 128) * 128 * 4 if matrices > 1 else 0.0
+    if matrices <= 1 or shards.is_result:  # as a result it lies where the others do
+        return 0.0
+    return matrices * -(-min(rows, columns) // 128) * 128 * 4
 
 
 def _sorted_positions(shards: ShardBytes) -> float:
@@ -369,6 +376,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "tridiagonal_solve": all_results,
     },
     "tpu": {  # of what does not lie in the chip's own memory
+        "compute_on": _given_to_host,
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,
@@ -385,6 +393,7 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         **dict.fromkeys(_POSITIONS, 3),
         **dict.fromkeys(_CALLBACKS, 4),  # what is sent and received
         "cholesky": 2,
+        "compute_on": 2,
         "eigh": 5,
         **dict.fromkeys(("coo_fromdense", "csr_fromdense"), 1),
         "coo_matmat": 4,
@@ -414,7 +423,7 @@ def _is_one_matrix(value: Value | np.ndarray) -> bool:
 
 def is_outside_chip(backend: str, primitive: str) -> bool:
     """Whether what an operation works with lies outside a chip's own memory, wherever its results do."""
-    return backend == "tpu" and primitive == "lu"
+    return backend == "tpu" and primitive in ("compute_on", "lu")
 
 
 def known_keys(group: Group) -> set[int]:

@@ -225,7 +225,7 @@ def _window_starts(
     array: Operand, indices: Operand, dims: Sequence[int], sizes: Sequence[int], makers: Makers
 ) -> tuple[int, ...] | None:
     """Where one window of these sizes starts, if the indices along these dims are known and it lies inside."""
-    at = _constant(indices, makers)
+    at = constant_of(indices, makers)
     if at is None:
         return None
     starts = [0] * len(array.shape)
@@ -237,18 +237,18 @@ def _window_starts(
 
 def _numbers(operands: Sequence[Operand], makers: Makers) -> list[int] | None:
     """One number each; None if one of them depends on an argument."""
-    found = [_constant(operand, makers) for operand in operands]
+    found = [constant_of(operand, makers) for operand in operands]
     return None if any(x is None for x in found) else [int(x) for x in found if x is not None]
 
 
-def _constant(operand: Operand, makers: Makers) -> np.ndarray | None:
+def constant_of(operand: Operand, makers: Makers) -> np.ndarray | None:
     """The numbers of an index that does not depend on any argument."""
     if not isinstance(operand, Value):
         return np.asarray(operand)
     made_by = makers.get(operand.id)
     if made_by is None or not made_by.inputs or made_by.primitive not in _FOLDED:
         return None
-    inputs = [_constant(x, makers) for x in made_by.inputs]
+    inputs = [constant_of(x, makers) for x in made_by.inputs]
     known = [x for x in inputs if x is not None]
     if len(known) < len(inputs):
         return None

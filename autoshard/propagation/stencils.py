@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.moves import Places, Step, reads
+from autoshard.propagation.padded_windows import padded_windows
 from autoshard.propagation.parts import Operand, Part, parts_of, shape_in
 from autoshard.propagation.rules.windows import STENCIL, source_shapes, stencil
 from autoshard.propagation.source_halos import shared_reads
@@ -89,12 +90,20 @@ def _replaced(program: Program, at_splits: bool) -> Program:
                 whole = _stencil(made, value, find)
                 if whole is not None and stencil(whole).exchanged:
                     found[equation.index] = whole
-    if not found:
+
+    def unfold(value: Value) -> Equation | None:
+        return _stencil(inner[value.id].part, value, find)
+
+    off_grid = [value for value, one in inner.items() if one.is_off_grid]
+    windows = padded_windows(program, off_grid, part, unfold)
+    if not found and not windows:
         return program
-    found = _sharing(program, found)
+    found = _sharing(program, found) | windows
     equations = [found.get(equation.index, equation) for equation in program.equations]
     inside = {one.part.equation.index for one in inner.values()} - found.keys()
-    return program.with_equations(equations, frozenset(inside))
+    smaller = {value.id: value for one in windows.values() for value in one.outputs}
+    values = tuple([smaller.get(value.id, value) for value in program.values])
+    return replace(program, values=values).with_equations(equations, frozenset(inside))
 
 
 def _sharing(program: Program, found: dict[int, Equation]) -> dict[int, Equation]:

@@ -48,10 +48,18 @@ def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     >>> min_plus(np.array([[0.0, 5.0]]), np.array([[3.0], [1.0]]))
     array([[3.]])
     """
+    rows, columns = classes(left), classes(right.T)  # strategies that leave an array alike have equal ones
+    left, right = left[_firsts(rows)], right[:, _firsts(columns)]
     result = np.full((left.shape[0], right.shape[1]), np.inf)
+    sums = np.empty_like(result)
     for x in range(left.shape[1]):
-        np.minimum(result, left[:, x, None] + right[x], out=result)
-    return result
+        np.minimum(result, np.add(left[:, x, None], right[x], out=sums), out=result)
+    return result[np.ix_(rows, columns)]
+
+
+def _firsts(numbers: np.ndarray) -> np.ndarray:
+    """Of each class, the first row."""
+    return np.unique(numbers, return_index=True)[1]
 
 
 def summed(edges: Iterable[Edge]) -> dict[tuple[int, int], np.ndarray]:

@@ -15,6 +15,7 @@ from sweeps import spread
 
 from autoshard import autoshard, verify
 from autoshard.lower import halos as lowered_halos
+from autoshard.propagation.rules import windows
 
 SEEDS = [(0, (8,)), (8, (8,)), (11, (8,)), (3, (4, 2)), (13, (4, 2)), (33, (4, 2))]
 KERNEL = jnp.array([[0, 1.0, 0], [1, -4, 1], [0, 1, 0]])[None, None]
@@ -125,6 +126,80 @@ def test_a_torus_is_split_along_both_dims():
     assert totals(plan.predicted.collectives) == compiled(plan)
     assert totals(plan.predicted.collectives) == Counter(collective_permute=4 * 2 * 128 * 3)
     assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(turn)(u))])
+
+
+def convolved(pads, strides=(1, 1), groups=1):
+    """A convolution without padding of an array that is padded: of each dim, rows before and after, and how."""
+
+    def convolution(u, w):
+        for dim, (before, after, mode) in enumerate(pads, start=2):
+            width = [(0, 0)] * u.ndim
+            width[dim] = before, after
+            u = jnp.pad(u, width, mode=mode)
+        return jax.lax.conv_general_dilated(u, w, strides, "VALID", feature_group_count=groups)
+
+    return convolution
+
+
+TORUS = [(1, 1, "wrap"), (1, 1, "wrap")]
+PADDED_CONVOLUTIONS = {  # function of images and kernel, channels of images, shape of the kernel but for its rows
+    "a torus": (convolved(TORUS), 4, (8, 4)),
+    "zeros": (convolved([(2, 0, "constant"), (1, 1, "constant")]), 4, (8, 4)),
+    "a cylinder": (convolved([(1, 1, "constant"), (0, 2, "wrap")]), 4, (8, 4)),
+    "every other place": (convolved([(1, 0, "wrap"), (1, 1, "wrap")], strides=(2, 1)), 4, (8, 4)),
+    "channel by channel": (convolved(TORUS, groups=4), 4, (4, 1)),
+}
+
+
+def assert_rims_alone(fn, u, w, mesh, spec):
+    """Whether a step on a grid that is split so exchanges halos, sums up no more than a kernel, and is right."""
+    step = autoshard(fn, mesh=mesh, topology=slow_chips(mesh.axis_names), fixed={"u": spec})
+    placed = jax.device_put(u, NamedSharding(mesh, spec))
+    plan = step.plan(placed, w)
+    found = totals(plan.predicted.collectives)
+    assert found == compiled(plan)
+    assert found.keys() <= {"collective_permute", "all_reduce"} and found["all_reduce"] <= w.nbytes
+    assert_equal([jax.device_get(step(placed, w))], [jax.device_get(jax.jit(fn)(u, w))])
+
+
+@pytest.mark.parametrize("name", PADDED_CONVOLUTIONS)
+def test_a_convolution_over_a_padded_array_exchanges_rims(name):
+    """The rows that a pad adds are no rows of the grid: 130 of them are not divided, but 128 are."""
+    fn, channels, features = PADDED_CONVOLUTIONS[name]
+    u = jax.random.normal(jax.random.key(0), (1, channels, 128, 64))
+    w = jax.random.normal(jax.random.key(1), (*features, 3, 3))
+    assert_rims_alone(fn, u, w, mesh_of({"x": 4, "y": 2}), P(None, None, "x", "y"))
+
+
+@pytest.mark.parametrize("mesh, axes", [({"data": 8}, "data"), ({"x": 4, "y": 2}, ("x", "y"))])
+def test_the_gradient_of_a_kernel_over_a_padded_array_exchanges_rims(mesh, axes):
+    def fn(u, w):
+        return jax.grad(lambda w: jnp.sin(convolved(TORUS)(u, w)).sum())(w)
+
+    u, w = jax.random.normal(jax.random.key(0), (1, 1, 256, 64)), jnp.arange(9.0).reshape(1, 1, 3, 3) - 4
+    assert_rims_alone(fn, u, w, mesh_of(mesh), P(None, None, axes))
+
+
+def test_rims_that_do_not_wrap_are_caught(monkeypatch):
+    """Where devices at the ends get zeros, numbers differ."""
+    monkeypatch.setattr(windows, "WRAPS", "never")
+    fn, channels, features = PADDED_CONVOLUTIONS["a torus"]
+    mesh, spec = mesh_of({"x": 4, "y": 2}), P(None, None, "x", "y")
+    u = jax.random.normal(jax.random.key(0), (1, channels, 128, 64))
+    w = jax.random.normal(jax.random.key(1), (*features, 3, 3))
+    step = autoshard(fn, mesh=mesh, topology=slow_chips("xy"), fixed={"u": spec})
+    with pytest.raises(AssertionError):
+        assert_equal([jax.device_get(step(u, w))], [jax.device_get(jax.jit(fn)(u, w))])
+
+
+def test_what_else_reads_a_padded_array_keeps_it():
+    def fn(u, w):
+        p = jnp.pad(u, ((0, 0), (0, 0), (1, 1), (1, 1)), mode="wrap")
+        return jax.lax.conv_general_dilated(p, w, (1, 1), "VALID"), p.sum(axis=(0, 1))
+
+    u, w = jnp.arange(4.0 * 64 * 32).reshape(1, 4, 64, 32), jnp.ones((4, 4, 3, 3))
+    step = autoshard(fn, mesh=mesh_of({"data": 8}), topology=slow_chips(["data"]))
+    assert_equal(jax.device_get(step(u, w)), jax.device_get(jax.jit(fn)(u, w)))
 
 
 def test_a_deep_net_on_one_large_image_is_split_along_its_rows():

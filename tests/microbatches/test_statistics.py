@@ -231,6 +231,21 @@ def test_a_planted_fault_is_caught(where, name, fault, loss, monkeypatch):
         check(loss, in_parts(loss))
 
 
+def test_layers_take_no_walk_each(monkeypatch):
+    """Statistics of all layers are found in one walk over the step, and known in the next."""
+    walks, walk = [], proof._Walk.step
+
+    def counted(self, whole, part):
+        walks.append(len(self.sums))
+        return walk(self, whole, part)
+
+    monkeypatch.setattr(proof._Walk, "step", counted)
+    args = arguments(batch_norm)
+    traced = replace(traced_step(trained(batch_norm), args, {}, has_rule=has_rule), has_own_statistics=True)
+    in_microbatches(traced, COUNT)
+    assert len(walks) == 2 and walks[0] == 0 < walks[1]
+
+
 def mesh_of_two():
     return jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
 

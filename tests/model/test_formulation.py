@@ -127,7 +127,8 @@ def test_arguments_alike_that_are_read_otherwise_cost_otherwise(first, second):
     made = formulated(step, state, f32(4096, 1024), mesh={"x": 8}, topology=topology, donate=(0,), backend=H100)
     shares = {}
     for index, value in enumerate(made.program.arguments[:2]):
-        priced = [(made.prices.exposed(value, k.home, k.copy), k) for k in made.arguments[index]]
+        hops = [(k, (value, k.home, k.copy)) for k in made.arguments[index]]
+        priced = [(made.prices.resharding(*hop) - made.prices.hidden(*hop), k) for k, hop in hops]
         np.testing.assert_allclose(made.problem.costs[index], [seconds for seconds, _ in priced])
         exposed, gathered = max(priced, key=lambda pair: pair[0])
         shares[value.name] = exposed / made.prices.resharding(value, gathered.home, gathered.copy)

@@ -396,5 +396,11 @@ def test_temporaries_fill_the_chip_and_no_more(monkeypatch):
     assert within.status == "optimal" and within.predicted.peak_bytes <= 0.85 * free.predicted.peak_bytes
     assert within.cost > free.cost
     monkeypatch.setattr(memory_limit._LimitSearch, "_with_chip_filled", lambda search: None)
+    lean = planned_newton_schulz(memory=free.predicted.peak_bytes)  # one of those that are looked at last
+    assert lean.predicted.peak_bytes <= 0.85 * free.predicted.peak_bytes and lean.cost >= within.cost
+    choices = memory_limit._lean_solutions
+    monkeypatch.setattr(
+        memory_limit, "_lean_solutions", lambda of, lean, *how: () if lean[1] else choices(of, lean, *how)
+    )
     with pytest.raises(autoshard.MemoryLimitError, match=r"^no sharding was found that fits"):
         planned_newton_schulz(memory=free.predicted.peak_bytes)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from autoshard.layout import local_shape
+from autoshard.model.groups import Group
 from autoshard.model.lifetimes import around, use_span
 from autoshard.model.memory_terms import HeldArgument, HeldBytes, HeldOutput, of_arguments, of_outputs
 from autoshard.primitives import facts_of
@@ -46,3 +47,15 @@ def split_numbers(output: HeldOutput) -> Iterator[HeldBytes]:
     layouts = (strategy.output_layouts[which] for strategy in output.strategies)
     is_number = np.array([math.prod(local_shape(value.shape, layout, prices.mesh)) == 1 for layout in layouts])
     yield HeldBytes(output.node, (group.point, used[1]), number_bytes * is_number, may_be_on_chip=False)
+
+
+def has_empty_reply(group: Group) -> bool:
+    """Whether it calls the host, which returns nothing: a number stands for that, and for what is not sent."""
+    return not group.outputs and facts_of(group.equations[0].primitive).from_one_device
+
+
+def empty_replies(node: int, group: Group, strategies: int, number_bytes: int) -> Iterator[HeldBytes]:
+    """The number that a callback without results gets back, and one to send if it has no operands."""
+    if number_bytes and has_empty_reply(group):
+        usage = np.full(strategies, number_bytes * (1 + (not group.equations[0].inputs)))
+        yield HeldBytes(node, (group.point, group.point + 1), usage, may_be_on_chip=False)

@@ -3,8 +3,9 @@
 Every temporary in the memory of a TPU starts at a multiple of `Backend.number_bytes`. An operation that makes a tuple
 has a temporary with the addresses of its parts, and no two tuples ever share one. Three kinds make tuples: fused
 operations with several results, and the copies that fetch arguments into the chip's own memory and take results out of
-it, which hand on a semaphore. So a step of few bytes and many arrays holds mostly tables. A program of which all other
-temporaries lie in the chip's own memory has no tables (`Formulation.elsewhere`).
+it, which hand on a semaphore. What a callback without a result sends and receives makes tuples, too, and what it sends
+of the step's own stays, so that no two calls share it. So a step of few bytes and many arrays holds mostly tables. A
+program of which all other temporaries lie in the chip's own memory has no tables (`Formulation.elsewhere`).
 
 An argument is fetched while other work runs, once, if the chip's own memory holds a shard, and a result is taken out
 while other work runs. So a copy counts only where operations run before an argument's last use, or enough of them after
@@ -23,13 +24,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoshard.model.groups import Group
+from autoshard.model.heap.number_terms import has_empty_reply
 from autoshard.model.memory_terms import HeldArgument, HeldOutput
 from autoshard.model.workspaces import is_counted
 from autoshard.model.xla.backends import Backend
 from autoshard.primitives import facts_of
+from autoshard.program import Value
 
 _BEFORE_FETCHED = 1  # operations at least that run before the last use of an argument that is fetched
 _AFTER_MADE = 2  # operations at least that run after a result is made that is taken out of the chip
+_REPLY = 2  # tables of what a callback gets back
 TABLES = "tables of operations with several results"  # what the node that holds them is called
 
 
@@ -41,6 +45,7 @@ class ResultTables:
     devices: int
     used: list[Sequence[Group]] = field(default_factory=list)  # per argument that fits the chip, who uses it
     made: list[Group] = field(default_factory=list)  # of each result
+    sent: float = 0.0  # bytes of what callbacks without a result send and receive
     stored: Counter[int] = field(default_factory=Counter)  # index of a group -> arrays that it makes
     groups: dict[int, Group] = field(default_factory=dict)  # such groups, by their indices
 
@@ -53,6 +58,14 @@ class ResultTables:
         if not self._is_counted(max(users, key=lambda group: group.point)):
             self.used.append(users)
 
+    def add_group(self, group: Group) -> None:
+        """Notes the tables of a callback without a result, one of each operand, and what it sends of the step's own."""
+        if has_empty_reply(group):
+            operands = group.equations[0].inputs
+            made = (one.bytes for one in operands if isinstance(one, Value) and not one.from_outside)
+            self.sent += (max(1, len(operands)) + _REPLY) * self.backend.number_bytes
+            self.sent += sum(max(size, self.backend.number_bytes) for size in made)
+
     def add_output(self, output: HeldOutput) -> None:
         """Notes the copy that takes it out, if it is a result, and the table of its group."""
         group = output.group
@@ -64,10 +77,10 @@ class ResultTables:
         self.groups[group.index] = group
 
     @property
-    def bytes(self) -> int:
+    def bytes(self) -> float:
         """Of all tables."""
         if not self.backend.number_bytes:
-            return 0
+            return 0.0
         operation_of = self._operations()
         order = sorted(set(operation_of.values()))
 
@@ -82,7 +95,7 @@ class ResultTables:
             if not self._is_counted(self.groups[index]):
                 arrays[operation] += self.stored[index] + self.groups[index].runs_beside
         several = sum(count > 1 for count in arrays.values())
-        return self.backend.number_bytes * (fetched + taken_out + several)
+        return self.backend.number_bytes * (fetched + taken_out + several) + self.sent
 
     def _is_counted(self, group: Group) -> bool:
         """Whether its tables are among its numbers."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.layout import Layout
+from autoshard.model.pricing.resharding_steps import differ
 from autoshard.model.strategies import ALL_REDUCE, Strategy
 
 
@@ -47,7 +48,7 @@ def from_argument(
 ) -> np.ndarray:
     bare = np.array([option.home == option.copy for option in options])[:, None]
     apart = np.array([option.narrow and not reads_narrow for option in options])[:, None]
-    at_home = np.array([[option.home == want for want in wants] for option in options])  # others read the copy
+    at_home = ~differ(homes_of(options), wants)  # others read the copy
     return np.where(at_home, 0.0, np.where(bare & ~stays | apart, np.inf, from_copy))
 
 
@@ -89,7 +90,7 @@ def with_copies_apart(
 ) -> np.ndarray:
     """The columns of copies apart from the second table, and only for values that are left as they say."""
     shared = table.shape[1] - len(apart)
-    as_left = np.array([[left == source for source, _ in apart] for left in leaves])
+    as_left = ~differ(leaves, [source for source, _ in apart])
     return np.hstack([table[:, :shared], np.where(as_left, narrow[:, shared:], np.inf)])
 
 
@@ -98,7 +99,7 @@ def without_copies_apart(
 ) -> np.ndarray:
     """Beside copies apart, this reader reads the value as it is left."""
     shared = len(table) - len(apart)
-    as_left = np.array([[want == source for want in wants] for source, _ in apart])
+    as_left = ~differ([source for source, _ in apart], wants)
     return np.vstack([table[:shared], np.where(as_left, 0.0, np.inf)])
 
 

@@ -155,12 +155,6 @@ class Prices:
         """How many of these run behind compute."""
         return self._of(value, source, target, readers)[2] if value.id in self.ahead else 0.0
 
-    def exposed(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> float:
-        """How many of these something waits for. In the host's memory nothing is resharded."""
-        if value.on_host and source != target:
-            return math.inf
-        return self.resharding(value, source, target, readers) - self.hidden(value, source, target, readers)
-
     def table(
         self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], readers: Readers = None
     ) -> np.ndarray:
@@ -190,6 +184,14 @@ class Prices:
             return read_only((table * value.trips)[np.ix_(places_among(sources, rows), places_among(targets, columns))])
 
         return self.memo.once(made, self.memo.one(sources), self.memo.one(targets), of=what)
+
+    def moves(
+        self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout], readers: Readers = None
+    ) -> np.ndarray:
+        """What `table` says of each source with the target that stands in the same place."""
+        rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+        table = self.table(value, rows, columns, readers)
+        return table[places_among(sources, rows), places_among(targets, columns)]
 
     def stays(self, value: Value, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
         """[source, target]: whether resharding `value` takes a slice at most: nothing is sent, nor written for it.

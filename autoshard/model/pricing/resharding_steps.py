@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order
-from autoshard.mesh.resharding import depends_on_whole_dims, path
+from autoshard.mesh.resharding import path, path_whatever_is_whole
 from autoshard.model.pricing.late import never_late
 from autoshard.model.xla.gathers import Gathers, combined
 
@@ -62,19 +62,20 @@ class ReshardingSteps:
             tick()
             i, j = pairs[pair].tolist()
             rows[pair] = len(found)
-            found.append(self._between(sources[i], targets[j]))
+            found.append(self._numbers(path(sources[i], targets[j], self.mesh)))
         return found, rows
 
     def _of_kind(self, kind: bytes, source: Layout, target: Layout, tick: Callable[[], None]) -> tuple[int, ...] | None:
         """The steps between all pairs of a kind, of which this is one; None if they may differ."""
         if kind not in self._of_kinds:
             tick()
-            differ_inside = depends_on_whole_dims(source, target, self.mesh)
-            self._of_kinds[kind] = None if differ_inside else self._between(source, target)
+            found = path_whatever_is_whole(source, target, self.mesh)
+            self._of_kinds[kind] = None if found is None else self._numbers(found)
         return self._of_kinds[kind]
 
-    def _between(self, source: Layout, target: Layout) -> tuple[int, ...]:
-        steps = combined(path(source, target, self.mesh), self.mesh, self.gathers)
+    def _numbers(self, found: Sequence[tuple[str, tuple[str, ...], int]]) -> tuple[int, ...]:
+        """The places in `known` of a path."""
+        steps = combined(found, self.mesh, self.gathers)
         return tuple(self.known.setdefault(step, len(self.known) + 1) for step in steps)
 
 

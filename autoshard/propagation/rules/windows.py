@@ -25,6 +25,7 @@ from autoshard.propagation.rules.elementwise import shapes_of
 from autoshard.propagation.source_halos import SharedReads, SourceHalos
 
 STENCIL = "stencil"
+WRAPS = "wraps"  # parameter of a convolution: along which dims of the images it goes on at the other end
 _REACH_SHARE = 1 / 8  # of a dim: more at once is no halo, as where the halves of a dim trade places
 
 # A factor's size, and the (operand, dim) and (result, dim) pairs that have it.
@@ -62,7 +63,8 @@ def conv_general_dilated(equation: Equation) -> Rule:
     groups = (equation.params["feature_group_count"], equation.params["batch_group_count"])
     names = "window_strides", "padding", "lhs_dilation", "rhs_dilation"
     moves = zip(*(equation.params[name] for name in names), strict=True)
-    return _convolution(operands, result, specs, groups, tuple((s, int(p[0]), b, r) for s, p, b, r in moves))
+    wraps = equation.params.get(WRAPS, (False,) * len(numbers.lhs_spec[2:]))
+    return _convolution(operands, result, specs, groups, tuple((s, int(p[0]), b, r) for s, p, b, r in moves), wraps)
 
 
 @lru_cache(maxsize=KEPT_RULES)
@@ -72,6 +74,7 @@ def _convolution(
     specs: tuple[tuple[int, ...], ...],
     groups: tuple[int, int],
     moves: tuple[_Moves, ...],
+    wraps: tuple[bool, ...],
 ) -> Rule:
     images, kernel = operands
     (batch, channels, *spatial), (kernel_out, kernel_in, *window), (out_batch, out_channels, *out_spatial) = specs
@@ -82,7 +85,7 @@ def _convolution(
     batch_factor = builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
     reaches: list[Rows[str]] = []
     summed = []
-    for dim, kernel_dim, out_dim, moved in zip(spatial, window, out_spatial, moves, strict=True):
+    for dim, kernel_dim, out_dim, moved, round_the_end in zip(spatial, window, out_spatial, moves, wraps, strict=True):
         # The larger of the two is the major factor. So a split of the images goes to the result. In the gradient of a
         # kernel the "kernel" is an image itself, and the split goes to it.
         positions: _Window = (result[out_dim], [], [(0, out_dim)])
@@ -96,7 +99,7 @@ def _convolution(
                 room //= shared
                 rows = None if i else _rows(dim, factor, images[dim], taps[0], positions[0], moved, taps_first)
                 if rows is not None:
-                    reaches.append(rows)
+                    reaches.append(replace(rows, wraps=round_the_end))
                     summed += [factor] * taps_first
     if feature_groups > 1:
         builder.factor(feature_groups, [(0, channels), (1, kernel_out)], [(0, out_channels)])

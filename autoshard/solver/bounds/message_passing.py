@@ -18,18 +18,15 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autoshard.solver.bounds.edge_blocks import ClassedEdge, EdgeBlock, blocks_of, edges_of
 from autoshard.solver.bounds.prices import Prices
 from autoshard.solver.bounds.settings import RELAXATION, SWEEP, RelaxationSettings
+from autoshard.solver.bounds.weighted_sums import WeightedSums
 from autoshard.solver.problem import Edge, Problem
 from autoshard.solver.symmetry.lifted_problem import ALONE, LiftedProblem, unlifted_problem
-
-if TYPE_CHECKING:
-    from scipy import sparse
 
 
 @dataclass
@@ -60,7 +57,7 @@ class ColourClass:
         self.class_starts = [np.zeros(0, dtype=np.int64)] * 2  # slot -> where its options start among them
         self.roles: list[np.ndarray] = []  # slots of messages that are one, [role, edge, class]; those of one shape
         # [option, slot of all messages]: where it is of the class, how many edges one node has of those it stands for
-        self.spread: sparse.csr_array
+        self.spread: WeightedSums
         self.share = np.zeros(0)  # option -> of what its node has left, what one edge gets
 
     def least(self, costs: np.ndarray, end: int) -> np.ndarray:
@@ -152,9 +149,7 @@ class Relaxation:
         self._classes = np.concatenate(classes_of)  # of all options of all edges' ends
         self._messages = np.zeros(at)
         option, slot = np.concatenate([np.zeros((2, 0), dtype=np.int64), *map(np.array, entries)], axis=1)
-        from scipy import sparse  # takes longer to import than the rest of autoshard
-
-        spread = sparse.csr_array((np.concatenate(per_node), (option, slot)), shape=(len(self._place), at))
+        spread = WeightedSums(option, slot, np.concatenate(per_node), (len(self._place), at))
         # per direction and node: to how many others one of those that it stands for has edges at most
         degrees = np.zeros((2, len(nodes)))
         for colour in self._colours:
@@ -178,7 +173,7 @@ class Relaxation:
             colour.roles = [np.array(alike) for alike in shapes.values()]
         share = 1 / np.maximum(degrees.max(axis=0), 1)
         for colour in self._colours:
-            colour.spread = spread[colour.options]
+            colour.spread = spread.part(colour.options)
             colour.share = share[colour.nodes][colour.owner]
 
     def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...] | None, float]]:

@@ -218,8 +218,9 @@ def test_what_is_combined_pays_no_latency():
         asked = prices(backend=backend, weights=weights)
         seconds = HALF * (latency + 192e-6) + (LAUNCH if latency else 0.0)
         assert asked.resharding(value(8, 8), X, NONE) == pytest.approx(seconds)
-        table = asked.table(value(8, 8), [X], [NONE])
-        np.testing.assert_allclose(table, [[asked.exposed(value(8, 8), X, NONE)]])
+        waited = asked.resharding(value(8, 8), X, NONE) - asked.hidden(value(8, 8), X, NONE)
+        np.testing.assert_allclose(asked.table(value(8, 8), [X], [NONE]), [[waited]])
+        np.testing.assert_allclose(asked.moves(value(8, 8), [X, X], [NONE, X]), [waited, 0.0])
     late, waited_for = prices(backend=gpu, weights=[0]), prices(backend=gpu)
     assert late.resharding(value(8, 8), X, Y) == waited_for.resharding(value(8, 8), X, Y)  # this kind is not combined
 
@@ -583,7 +584,6 @@ def test_gathers_of_weights_are_hidden(case):
     for asked, share in ((weight, HIDDEN[case]), (of_a_loop, 0.0), (activation, 0.0), (prices(), 0.0)):
         assert asked.resharding(value(8, 8), source, target) == pytest.approx(seconds)
         assert asked.hidden(value(8, 8), source, target) == pytest.approx(share * seconds)
-        assert asked.exposed(value(8, 8), source, target) == pytest.approx((1 - share) * seconds)
         table = asked.table(value(8, 8, trips=3), [source], [target])
         np.testing.assert_allclose(table, [[(1 - share) * seconds * 3]])
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax._src import compute_on  # the operation has no public name before JAX 0.12
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
@@ -152,3 +153,46 @@ def test_tables_of_what_lies_in_the_chip_are_caught(monkeypatch):
     without = of_one_array(fn).predicted.peak_bytes
     monkeypatch.setattr(Heap, "is_outside_empty", lambda heap, choice: False)
     assert of_one_array(fn).predicted.peak_bytes >= without + 2**14
+
+
+def told_twice(x):
+    jax.debug.callback(lambda *_: None, x)
+    jax.debug.callback(lambda *_: None, x, x)
+    return x + 1
+
+
+def told_of_each_row(x):
+    jax.vmap(lambda row: jax.debug.callback(lambda _: None, row))(x)
+    return x + 1
+
+
+CALLS_OF_THE_HOST = {  # function of one small array
+    "of nothing": lambda x: (jax.debug.callback(lambda: None), x + 1)[1],
+    "of an argument": told_twice,
+    "of what the step makes": told_of_each_row,
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_THE_HOST)
+def test_peaks_of_callbacks(name):
+    found = of_one_array(CALLS_OF_THE_HOST[name]).verify(target="v5e:2x4")
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.2), str(found)
+
+
+def test_callbacks_that_are_not_counted_are_caught(monkeypatch):
+    monkeypatch.setattr(ResultTables, "add_group", lambda tables, group: None)
+    found = of_one_array(told_of_each_row).verify(target="v5e:2x4")
+    assert found.predicted_peak < 0.6 * found.actual_peak
+
+
+@pytest.mark.parametrize("width", [16, 4096])
+def test_peaks_of_what_the_host_computes(width):
+    shape = jax.ShapeDtypeStruct((64, width), jnp.float32)
+    mesh, spec = AbstractMesh((2, 4), ("x", "y")), P()
+    computing = getattr(compute_on, "compute_on2", compute_on.compute_on)  # which JAX 0.12 calls compute_on
+    on_host = computing(jnp.sin, compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    plan = autoshard.evaluate(
+        lambda x: on_host(x) + 1, shape, in_shardings=(spec,), out_shardings=spec, mesh=mesh, topology="v5e:2x4"
+    )
+    found = plan.verify(target="v5e:2x4")
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.1), str(found)
