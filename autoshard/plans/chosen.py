@@ -336,8 +336,9 @@ class ChosenOptions:
             asked: dict[Layout, list[Reader]] = defaultdict(list)
             for reader in readers:
                 asked[self.want(reader)].append(reader)
-            if seen != home:  # read as it is, or copied on
-                yield value, home, seen, _line(asked[seen], value), self.formulation.copied_for(value, self.choice)
+            if seen != home:  # read as it is, or sliced or copied on
+                line, copied_for = _line(asked[seen] or readers, value), self.formulation.copied_for(value, self.choice)
+                yield value, home, seen, line, copied_for
             for want in (want for want in asked if want not in (home, seen)):
                 yield value, seen, want, _line(asked[want], value), _groups(asked[want])
 

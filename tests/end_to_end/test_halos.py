@@ -180,6 +180,19 @@ def test_the_gradient_of_a_kernel_over_a_padded_array_exchanges_rims(mesh, axes)
     assert_rims_alone(fn, u, w, mesh_of(mesh), P(None, None, axes))
 
 
+def test_a_copy_that_all_readers_slice_names_their_line():
+    """The image is gathered along one axis, and each reader takes its rows of that."""
+
+    def fn(u, w):
+        return jax.grad(lambda w: jnp.sin(convolved(TORUS)(u, w)).sum())(w)
+
+    u, w = jax.ShapeDtypeStruct((1, 1, 128, 64), jnp.float32), jax.ShapeDtypeStruct((1, 1, 3, 3), jnp.float32)
+    mesh = mesh_of({"x": 4, "y": 2})
+    plan = autoshard(fn, mesh=mesh, topology=slow_chips("xy"), fixed={"u": P(None, None, "x", "y")}).plan(u, w)
+    lines = {one.kind: one.source for one in plan.predicted.collectives}
+    assert "all_gather" in lines and all(line.startswith("test_halos.py") for line in lines.values())
+
+
 def test_rims_that_do_not_wrap_are_caught(monkeypatch):
     """Where devices at the ends get zeros, numbers differ."""
     monkeypatch.setattr(windows, "WRAPS", "never")
