@@ -183,8 +183,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         found = [i for i in range(len(group.outputs)) for _ in range(group.gathers_per_output)]
         gathers = [axes for _, axes in partial]
         if folds_by_hand(group.equations[0]):  # over all of them at once
-            split = {axis for axes in gathers for axis in axes}
-            gathers = [tuple(axis for axis in mesh if axis in split)]
+            gathers = [_joined(gathers, mesh)]
         yield (
             leaves,
             tuple(Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found),
@@ -192,8 +191,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         return
     at_once = partial
     if not group.windows.isdisjoint(assignment):  # run on shards: over the axes of all factors at once
-        split = {axis for _, axes in partial for axis in axes}
-        at_once = [(partial[0][0], tuple(axis for axis in mesh if axis in split))]
+        at_once = [(partial[0][0], _joined([axes for _, axes in partial], mesh))]
     yield (
         leaves,
         tuple(
@@ -227,6 +225,12 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         if by_hand and backend.scatters.over_some_axes:
             others = [other for factor, other in partial if factor != scattered_factor]
             yield from _sequences(layout, axes, others, local, made, mesh, backend)
+
+
+def _joined(parts: Iterable[tuple[str, ...]], mesh: MeshShape) -> tuple[str, ...]:
+    """All the axes of some parts, in mesh order."""
+    split = set(itertools.chain(*parts))
+    return tuple(axis for axis in mesh if axis in split)
 
 
 def _factors_in(dims: FactorDims) -> set[int]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class _PaddedArray:
     array: Value
     rims: tuple[_Rim, ...]  # by dim of the value
 
-    @property
+    @cached_property
     def unpadded(self) -> Value:
         """The array, with the dims of the value."""
         shape = [size - rim.before - rim.after for size, rim in zip(self.value.shape, self.rims, strict=True)]
@@ -56,7 +57,7 @@ class _PaddedArray:
 
 
 def padded_windows(
-    program: Program, candidates: Sequence[int], find: FindPart, unfold: Callable[[Value], Equation | None]
+    program: Program, candidates: Set[int], find: FindPart, unfold: Callable[[Value], Equation | None]
 ) -> dict[int, Equation]:
     """Indices of equations -> what stands in their places.
 
@@ -67,9 +68,8 @@ def padded_windows(
         unfold: the stencil that ends at a value: its steps and sources.
     """
     readers: dict[int, list[Equation]] = defaultdict(list)
-    wanted = frozenset(candidates)
     for equation in program.equations:
-        if equation.primitive == "conv_general_dilated" and _id(equation.inputs[0]) in wanted:
+        if equation.primitive == "conv_general_dilated" and _id(equation.inputs[0]) in candidates:
             readers[_id(equation.inputs[0])].append(equation)
     returned = {_id(one) for one in program.results}
     found: dict[int, Equation] = {}
@@ -78,11 +78,8 @@ def padded_windows(
         if id_ in returned or program.reads[id_] != len(convolutions) or len(maker.outputs) != 1:
             continue
         padded = _padded(maker.outputs[0], maker, find, program.makers)
-        whole = unfold(maker.outputs[0])
-        if padded is None or whole is None:
-            continue
-        over = [_over_array(equation, padded) for equation in convolutions]
-        if None in over:
+        over = [] if padded is None else [_over_array(equation, padded) for equation in convolutions]
+        if padded is None or None in over or (whole := unfold(padded.value)) is None:
             continue
         source = next(i for i, one in enumerate(whole.inputs) if one is padded.array)
         params = {"new_sizes": padded.unpadded.shape, "dimensions": None, UNPADDED: (whole.params["steps"], source)}

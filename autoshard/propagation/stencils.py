@@ -94,7 +94,7 @@ def _replaced(program: Program, at_splits: bool) -> Program:
     def unfold(value: Value) -> Equation | None:
         return _stencil(inner[value.id].part, value, find)
 
-    off_grid = [value for value, one in inner.items() if one.is_off_grid]
+    off_grid = {value for value, one in inner.items() if one.is_off_grid}
     windows = padded_windows(program, off_grid, part, unfold)
     if not found and not windows:
         return program

@@ -149,7 +149,8 @@ class Relaxation:
         self._classes = np.concatenate(classes_of)  # of all options of all edges' ends
         self._messages = np.zeros(at)
         option, slot = np.concatenate([np.zeros((2, 0), dtype=np.int64), *map(np.array, entries)], axis=1)
-        spread = WeightedSums(option, slot, np.concatenate(per_node), (len(self._place), at))
+        order, weights = np.lexsort((slot, option)), np.concatenate(per_node)
+        spread = WeightedSums(option[order], slot[order], weights[order], (len(self._place), at))
         # per direction and node: to how many others one of those that it stands for has edges at most
         degrees = np.zeros((2, len(nodes)))
         for colour in self._colours:
