@@ -14,7 +14,11 @@ from autoshard import plan
 from autoshard.lower import lookups, xla_faults
 
 TABLE, ROWS = normal(8, 4, 4), normal(3, 4, 4, seed=1)
-OUTSIDE = {"fill": np.array([-3, 8, 5], np.int8), "clip": np.array([2**32 - 3, 8, 5], np.uint32)}  # two of three
+OUTSIDE = {  # two of three
+    "fill": np.array([-3, 8, 5], np.int8),
+    "clip": np.array([2**32 - 3, 8, 5], np.uint32),
+    "promise_in_bounds": np.array([-3, 8, 5], np.int32),  # what is promised is clipped, or dropped where it is written
+}
 
 
 def looked_up(mode: str):
@@ -61,7 +65,7 @@ def sliced(dtype: str):
     return Case(dtype, "", get, (table, np.array([127, 8, 5], np.uint8) if dtype == "int8" else OUTSIDE["fill"]))
 
 
-CASES = [make(mode) for make in (looked_up, written) for mode in ("clip", "fill")]
+CASES = [make(mode) for make in (looked_up, written) for mode in OUTSIDE]
 CASES += [sliced("bfloat16"), sliced("int8")]
 
 
