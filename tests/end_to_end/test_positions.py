@@ -1,5 +1,6 @@
 """Rows looked up and written at computed positions along split dims: right numbers, and nothing gathered for them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,6 +66,12 @@ def sliced(dtype: str):
     return Case(dtype, "", get, (table, np.array([127, 8, 5], np.uint8) if dtype == "int8" else OUTSIDE["fill"]))
 
 
+@pytest.fixture(autouse=True)
+def without_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):  # as users may tell JAX
+        yield
+
+
 CASES = [make(mode) for make in (looked_up, written) for mode in OUTSIDE]
 CASES += [sliced("bfloat16"), sliced("int8")]
 
@@ -96,10 +103,10 @@ STEPS = {
     "one row is written": lambda x, i, row: x.at[i[0]].set(row),
     "one row is added to": lambda x, i, row: x.at[i[:1]].add(row),
     "one number is written": lambda x, i, row: x.at[i[0], i[1]].set(row[0]),
-    "one row is looked up": lambda x, i, row: x[i[:1]] * row,
-    "one row is sliced": lambda x, i, row: lax.dynamic_index_in_dim(x, i[0]) * row,
-    "one row of bfloat16 is looked up": lambda x, i, row: x[i[:1]] * row,
-    "two rows are looked up": lambda x, i, row: x[i] * row,
+    "one row is looked up": lambda x, i, row: x[i[:1]] * row[None],
+    "one row is sliced": lambda x, i, row: lax.dynamic_index_in_dim(x, i[0]) * row[None],
+    "one row of bfloat16 is looked up": lambda x, i, row: x[i[:1]] * row[None],
+    "two rows are looked up": lambda x, i, row: x[i] * row[None],
 }
 
 
