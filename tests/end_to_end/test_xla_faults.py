@@ -196,6 +196,12 @@ def test_upper_halves_of_products(dtype):
     assert (np.asarray(_upper_halves(jnp.asarray(a), jnp.asarray(b))) == expected).all()
 
 
+def test_xla_still_loses_nan_in_maxima():
+    x = jnp.array([0, 1, jnp.nan, 3, 4, 5, 6, 7])
+    assert Fault("", jnp.max, (x,), (ROW,), P()).under_jit() == 7, "XLA has mended this"
+    assert jnp.isnan(jnp.max(x))
+
+
 def test_own_reductions_of_two_arrays_start_once():
     """The sums and the products of eight pairs, from values that are not neutral."""
 
