@@ -31,7 +31,8 @@ def safely_split(
         return run(eqn, _within_bounds(arrays, layout))
     if eqn.primitive.name.startswith("scatter"):
         numbers, indices = eqn.params["dimension_numbers"], arrays[1]
-        may_be_split = layout is None or any(layout[dim] for dim in numbers.scatter_dims_to_operand_dims)
+        indexed = numbers.scatter_dims_to_operand_dims
+        may_be_split = bool(indexed) if layout is None else any(layout[dim] for dim in indexed)
         if may_be_split and math.prod(indices.shape[:-1]) == 1:
             return [_beside_idle_update(eqn, *arrays)]
     if eqn.primitive.name == "mulhi":

@@ -193,6 +193,24 @@ def test_every_case(case):
     assert_equal(step(*case.args), jax.jit(case.fn)(*case.args))
 
 
+def amidst(fn):
+    """The same between other operations, with which it is fused, and whose results have no layout in a plan."""
+
+    def scaled(factor):
+        return lambda x: x * jnp.asarray(factor, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+    return lambda *args: jax.tree.map(scaled(2), fn(*map(scaled(1), args)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=marks(i + 24, case.name)) for i, case in enumerate(EVERY) if case.args],
+)
+def test_every_case_amidst_others(case):
+    step = autoshard(amidst(case.fn), mesh=MESH, topology=slow_chips(MESH.shape), time_limit=10)
+    assert_equal(step(*case.args), jax.jit(amidst(case.fn))(*case.args))
+
+
 @pytest.mark.parametrize(
     "fn, shape",
     [

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, normal
+from equality import assert_equal
 from executed import mismatches, operations_of
 from jax import ShapeDtypeStruct, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
 
-from autoshard import plan
+from autoshard import autoshard, plan
 from autoshard.lower import lookups, xla_faults
 
 TABLE, ROWS = normal(8, 4, 4), normal(3, 4, 4, seed=1)
@@ -97,6 +98,21 @@ def test_a_lookup_in_the_wrong_shard_is_caught(case, monkeypatch):
 def test_an_idle_update_that_counts_is_caught(monkeypatch):
     monkeypatch.setattr(xla_faults.jnp, "full_like", lambda array, _: jnp.zeros_like(array))
     assert wrong(written("clip"), {"x": 8})
+
+
+WHOLE = {  # writes whose indices have no numbers
+    "added": lambda x: (2 * x).at[:].add(x @ jnp.eye(4)),
+    "multiplied": lambda x: (2 * x).at[...].multiply(x @ jnp.eye(4)) + 1,
+    "columns": lambda x: (2 * x).at[:, 1:3].add((x @ jnp.eye(4))[:, :2]) + 1,
+    "gradient": jax.grad(lambda x: (x.at[:].add(3.0) ** 2).sum()),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_arrays_are_written_once_as_a_whole(name):
+    x = normal(8, 4)
+    step = autoshard(WHOLE[name], mesh=mesh_of({"x": 8}))
+    assert_equal(step(x), jax.jit(WHOLE[name])(x))
 
 
 STEPS = {
