@@ -5,9 +5,10 @@ A primitive without a row, one of the user's own say, is taken for one operation
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 
 class Work(Enum):
@@ -58,6 +59,15 @@ def facts_of(primitive: str) -> Facts:
     (True, <Work.UNKNOWN: 3>)
     """
     return PRIMITIVES.get(primitive, _UNKNOWN)
+
+
+def sets_updates(params: Mapping[str, Any]) -> bool:
+    """Whether a `scatter` with these parameters puts its updates where it writes.
+
+    `x.at[i].apply(f)` is a `scatter` that puts a function of what lies there, and reads no update.
+    """
+    update = params.get("update_jaxpr")
+    return update is None or (not update.eqns and list(update.outvars) == [update.invars[1]])
 
 
 def primitives_where(fact: Callable[[Facts], bool]) -> frozenset[str]:

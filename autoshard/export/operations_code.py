@@ -33,6 +33,7 @@ from autoshard.jaxprs import (
     public_primitives,
 )
 from autoshard.operations.primitive import OPERATION, evaluated
+from autoshard.primitives import sets_updates
 from autoshard.program.explicit import open_axes
 from autoshard.program.user_code import source_of
 
@@ -185,7 +186,7 @@ class _Writer:
             return {}
         if name in ("random_wrap", "random_seed"):
             return {"impl": literal(params["impl"].name)}
-        if name == "scatter" and not _sets(params["update_jaxpr"]):
+        if name == "scatter" and not sets_updates(params):
             raise _refusal(eqn, "it applies a function")
         if name.startswith("scatter"):
             params = {key: params[key] for key in _SCATTERS}
@@ -265,11 +266,6 @@ def literal_spec(spec: PartitionSpec) -> str:
     """
     entries = ("P.UNCONSTRAINED" if one is PartitionSpec.UNCONSTRAINED else literal(one) for one in spec)
     return f"P({', '.join(entries)})"
-
-
-def _sets(update: Jaxpr | None) -> bool:
-    """Whether a scatter of this function of the old and the new sets the new."""
-    return update is None or (not update.eqns and list(update.outvars) == [update.invars[1]])
 
 
 def _refusal(eqn: JaxprEqn, why: str) -> UnwritableError:

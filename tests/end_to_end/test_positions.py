@@ -106,13 +106,19 @@ WHOLE = {  # writes whose indices have no numbers
     "columns": lambda x: (2 * x).at[:, 1:3].add((x @ jnp.eye(4))[:, :2]) + 1,
     "gradient": jax.grad(lambda x: (x.at[:].add(3.0) ** 2).sum()),
 }
+APPLIED = {  # functions of what lies where they write
+    "number": lambda x: x.at[3, 1].apply(jnp.square),
+    "row": lambda x: x.at[3].apply(jnp.square),
+    "rows": lambda x: x.at[2:5].apply(jnp.square) + x.at[:, 1].apply(jnp.cos),
+    "computed": lambda x: x.at[x.argmax(axis=0)[0]].apply(jnp.square),
+    "several": lambda x: x.at[jnp.array([1, 7])].apply(jnp.square),
+}
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_arrays_are_written_once_as_a_whole(name):
+@pytest.mark.parametrize("fn", [*WHOLE.values(), *APPLIED.values()], ids=[*WHOLE, *APPLIED])
+def test_writes_are_those_of_one_device(fn):
     x = normal(8, 4)
-    step = autoshard(WHOLE[name], mesh=mesh_of({"x": 8}))
-    assert_equal(step(x), jax.jit(WHOLE[name])(x))
+    assert_equal(autoshard(fn, mesh=mesh_of({"x": 8}))(x), jax.jit(fn)(x))
 
 
 STEPS = {

@@ -18,6 +18,7 @@ import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
 from autoshard.microbatches.proof import equation_of
+from autoshard.primitives import sets_updates
 from autoshard.propagation.registry import has_rule, rule_of
 from autoshard.recognition.bodies import Body, Tree
 from autoshard.recognition.experts.sortings import Index, Sorting
@@ -241,11 +242,12 @@ def takes_rows(eqn: JaxprEqn) -> bool:
 
 
 def adds_rows(eqn: JaxprEqn) -> bool:
-    """Whether a scatter puts whole elements along the first dim."""
+    """Whether a scatter puts or adds whole elements along the first dim."""
     numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
     many = len(aval_of(eqn.invars[2]).shape)
     return (
-        numbers.scatter_dims_to_operand_dims == (0,)
+        (eqn.primitive.name != "scatter" or sets_updates(eqn.params))
+        and numbers.scatter_dims_to_operand_dims == (0,)
         and numbers.inserted_window_dims == (0,)
         and not numbers.operand_batching_dims
         and tuple(numbers.update_window_dims) == tuple(range(many - len(shape) + 1, many))
