@@ -32,7 +32,7 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.stage_planning.given import check_combination, check_given
+from autoshard.stage_planning.given import check_combination, check_given, check_statistics
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
 from autoshard.stages.requests import PipelineRequest
@@ -248,6 +248,7 @@ def autoshard(
         check_combination("pipeline=", options, others, heeded=heeded, takes_uneven=in_stages)
     given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
     check_given(given, shared, options, pad)
+    check_statistics(options, is_in_parts=any(one is not None for one in (microbatches, pipeline, given)))
     options = replace(options, like=shared)
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:

@@ -71,3 +71,18 @@ def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str
             "stage, and arguments of a step without stages on all devices.\n"
             "Leave like= out, and each call moves its arguments; or name the plan of a step without stages."
         )
+
+
+def check_statistics(options: Options, *, is_in_parts: bool) -> None:
+    """
+    Args:
+        is_in_parts: whether the user says how a step is cut into parts, or gives a plan that may.
+
+    Raises:
+        ArgumentError: `statistics=` is given for a step that runs in one part.
+    """
+    if options.statistics is not None and not is_in_parts:
+        raise ArgumentError(
+            f"statistics={options.statistics!r} is for steps in microbatches, and this one takes its batch at once: "
+            "its sums are over the whole batch.\nGive microbatches= or pipeline=, or leave statistics= out."
+        )
