@@ -200,6 +200,14 @@ def test_random_programs(seeds):
     assert right >= 0.7 * len(seeds)
 
 
+def test_keys_of_rows_are_padded():
+    """Each row has its key: rows of zeros are keys, too."""
+    keys, x = jax.random.split(jax.random.key(3), 13), np.ones((13, 8), np.float32)
+    step = lambda keys, x: jnp.mean(x * jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys))  # noqa: E731
+    mesh = jax.make_mesh((8,), ("data",))
+    np.testing.assert_allclose(autoshard.autoshard(step, mesh=mesh, pad="batch")(keys, x), step(keys, x), rtol=1e-5)
+
+
 def test_a_mask_that_is_missing_is_caught(monkeypatch):
     monkeypatch.setattr(operations.Mask, "applied", lambda mask, array: array)
     batch, weights = normal(3, WIDTH), normal(WIDTH, 6)
