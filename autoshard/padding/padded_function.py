@@ -13,6 +13,7 @@ import numpy as np
 from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
+from autoshard.errors import ArgumentError
 from autoshard.options import Options
 from autoshard.padding.batches import Batch, batch_of
 from autoshard.padding.flat_step import FlatStep, is_traced_for, with_arrays
@@ -109,13 +110,28 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         if batch is None:
             return None
         as_written = FlatStep(self._fn, self._static, static, dynamic)
-        large = as_written.traced([batch.pad(i, abstract(type_of(array))) for i, array in enumerate(flat.arrays)])
+        try:
+            large = as_written.traced([batch.pad(i, abstract(type_of(array))) for i, array in enumerate(flat.arrays)])
+        except Exception as error:  # whatever the step does with more rows
+            raise _takes_no_other_batch(program, batch, error) from error
         small = as_written.traced()
         padded = PaddedProgram(program.name, small, large)
         step = as_written.running(functools.partial(_run, as_written, padded, batch))
         return batch, _StepOfPaddedBatch(
             step, options=self._options, jit_keywords=self._given_keywords, given=self._given
         )
+
+
+def _takes_no_other_batch(program: Program, batch: Batch, error: Exception) -> ArgumentError:
+    """The error that the step cannot be traced with as many rows as it would get."""
+    names = [program.arguments[i].name for i in sorted(batch.arrays)]
+    more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
+    said = str(error).splitlines()
+    return ArgumentError(
+        f"pad='batch': {program.name} takes a batch of {batch.rows} rows, but not one of {batch.padded}: "
+        f"{said[0] if said else repr(error)}\nIts batch is taken to be {', '.join(names[:3])}{more}: what no result "
+        "replaces. Write the step for any number of rows, pad the batch yourself, or leave pad= out."
+    )
 
 
 def _run(as_written: FlatStep, padded: PaddedProgram, batch: Batch, *arrays: Any) -> list[Any]:

@@ -152,6 +152,22 @@ def test_what_is_not_certain_is_refused(step, message):
         padded(step, normal(3, WIDTH), 8)
 
 
+FIXED = {  # steps that are written for five rows
+    "a state": lambda x: jnp.zeros((5, WIDTH)) + x,
+    "a shape": lambda x: x.reshape(5, 2, -1),
+    "a range": lambda x: x[jnp.arange(5)] - x,
+    "an assertion": lambda x: x.sum() if len(x) == 5 else 1 / 0,
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_step_for_so_many_rows_says_so(name):
+    """Tracing it with more rows raised JAX's error, or the step's own."""
+    step = autoshard.autoshard(FIXED[name], mesh=jax.make_mesh((8,), ("data",)), pad="batch")
+    with pytest.raises(autoshard.ArgumentError, match=r"takes a batch of 5 rows, but not one of 8: .*\n.* to be x: "):
+        step(normal(5, WIDTH))
+
+
 def test_the_last_row_and_what_is_counted_are_those_of_the_batch():
     def step(x):
         return x[-1:], x / len(x), jnp.full((len(x), 2), len(x)), jnp.arange(len(x)), jnp.std(x), keys(len(x))
