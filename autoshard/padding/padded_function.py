@@ -25,7 +25,7 @@ from autoshard.user_plan import Plan
 from autoshard.variants.variant import Variant
 
 
-class _StepOfPaddedBatch(ShardedFunction[Parameters, Result]):
+class StepOnPaddedBatch(ShardedFunction[Parameters, Result]):
     """The step that runs on the padded batch."""
 
     def _finished(self, program: Program) -> Program:
@@ -41,6 +41,7 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
     ) -> None:
         super().__init__(fn, options=options, jit_keywords=jit_keywords, given=given)
         self._given_keywords = dict(jit_keywords)
+        self._parts = options.microbatches or 1
         self._padded: dict[Any, tuple[Batch, ShardedFunction[..., Any]] | None] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -105,8 +106,7 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         program = super().variants(*args, **kwargs).program(Variant())
         shapes = [tuple(np.shape(array)) for array in flat.arrays]
         in_modules = () if flat.modules is None else flat.modules.inside
-        parts = self._options.microbatches or 1
-        batch = batch_of(program, shapes, self._options.mesh.shape, in_modules, parts)
+        batch = batch_of(program, shapes, self._options.mesh.shape, in_modules, self._parts)
         if batch is None:
             return None
         as_written = FlatStep(self._fn, self._static, static, dynamic)
@@ -117,9 +117,10 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         small = as_written.traced()
         padded = PaddedProgram(program.name, small, large)
         step = as_written.running(functools.partial(_run, as_written, padded, batch))
-        return batch, _StepOfPaddedBatch(
-            step, options=self._options, jit_keywords=self._given_keywords, given=self._given
-        )
+        return batch, self._on_padded_batch(step)
+
+    def _on_padded_batch(self, step: Any) -> ShardedFunction[..., Any]:
+        return StepOnPaddedBatch(step, options=self._options, jit_keywords=self._given_keywords, given=self._given)
 
 
 def _takes_no_other_batch(program: Program, batch: Batch, error: Exception) -> ArgumentError:

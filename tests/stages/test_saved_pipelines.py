@@ -97,7 +97,7 @@ def test_a_plan_that_is_given_agrees_with_what_is_fixed():
             autoshard(train, mesh=mesh, plan=given, fixed=differs).plan(*ARGS)
 
 
-@pytest.mark.parametrize("said", [{"pad": "batch"}, {"search": "aceso"}, {"rewrites": "auto"}, {"refine": 2}], ids=str)
+@pytest.mark.parametrize("said", [{"pad": "auto"}, {"search": "aceso"}, {"rewrites": "auto"}, {"refine": 2}], ids=str)
 def test_options_that_a_given_plan_does_not_heed_are_refused(planned, mesh, said):
     with pytest.raises(ArgumentError, match=f"a plan with stages cannot be combined with {next(iter(said))}= yet"):
         autoshard(train, mesh=mesh, plan=planned, **said)
