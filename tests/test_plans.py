@@ -182,6 +182,14 @@ def test_any_container_of_a_state_is_saved(name):
     assert len(jax.tree.leaves(loaded.in_shardings[0])) == len(jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("step", [lambda: None, lambda: jnp.zeros(8), lambda *x: x], ids=["none", "constant", "empty"])
+def test_a_step_that_takes_nothing_is_read(step):
+    """Nothing holds memory at any moment."""
+    plan = autoshard.plan(step, mesh=MESH)
+    loaded = Plan.loads(plan.dumps(), MESH)
+    assert str(loaded) and loaded._repr_html_() and str(plan) and plan._repr_html_()
+
+
 def test_alternatives_are_saved_once_asked_for(planned, tmp_path):
     _, _, plan = planned("mlp")
     found = plan.alternatives
