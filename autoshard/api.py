@@ -24,6 +24,7 @@ from autoshard.one_jit.function import OneJitFunction
 from autoshard.one_jit.plan import OneJitPlan
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
 from autoshard.padding.kinds import PADDED
+from autoshard.padding.padded_stages import staged
 from autoshard.planning import checked_rules, described, lowered
 from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
@@ -32,9 +33,8 @@ from autoshard.propagation import PropagatedValue, Propagation, propagate_layout
 from autoshard.replanning.planner import Planner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.stage_planning.given import check_combination, check_given
+from autoshard.stage_planning.given import check_combination, check_given, check_statistics
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
-from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
 from autoshard.stages.requests import PipelineRequest
 from autoshard.tactics import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
@@ -245,22 +245,22 @@ def autoshard(
         others = {"pad": pad, "plan": plan, "like": like, "mesh": mesh if isinstance(mesh, str) else None}
         in_stages = request is None or request.backend != "one_jit"
         heeded = ["tactics", "search", *["remat", "rewrites"] * in_stages, *["refine"] * is_automatic]
+        heeded += ["pad"] * (in_stages and pad == "batch")
         check_combination("pipeline=", options, others, heeded=heeded, takes_uneven=in_stages)
     given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
     check_given(given, shared, options, pad)
+    check_statistics(options, is_in_parts=any(one is not None for one in (microbatches, pipeline, given)))
     options = replace(options, like=shared)
 
     def decorate(fn: Callable[Parameters, Result]) -> ShardedFunction[Parameters, Result]:
         if isinstance(given, PipelinePlan):
-            return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=given.request, given=given)
+            return staged(fn, pad, given.request, given, options=options, jit_keywords=jit_keywords)
         if isinstance(given, OneJitPlan):
             return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=given.asked, given=given)
         if request is not None and request.backend == "one_jit":
             return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
-        if request is not None:
-            return StagedFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
-        if is_automatic:
-            return AutomaticPipeline(fn, options=options, jit_keywords=jit_keywords)
+        if request is not None or is_automatic:
+            return staged(fn, pad, request, options=options, jit_keywords=jit_keywords)
         kind: type[ShardedFunction[Any, Any]] = PADDED[pad]
         if mesh == "auto" and plan is None and like is None:
             return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)

@@ -196,6 +196,21 @@ def odd(batch):
     return lambda: (step, dict(WEIGHTS), X.update(shape=(batch, WIDTH)))
 
 
+BRANCHED = {  # steps with branches of which a platform takes one
+    "solve": lambda a, x: jnp.linalg.solve(a, x),
+    "slogdet": lambda a, x: jnp.linalg.slogdet(a)[1] + x.sum(),
+    "own": lambda a, x: jax.lax.platform_dependent(a, x, cpu=lambda a, x: a @ x, tpu=lambda a, x: jnp.tanh(a @ x).T.T),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHED)
+def test_steps_with_branches_for_platforms_have_rows(name):
+    """What another platform computes is idle here, and rules are those of the step as it was traced."""
+    shapes = jax.ShapeDtypeStruct((64, 64), np.float32), jax.ShapeDtypeStruct((64, 32), np.float32)
+    plan = autoshard.plan(BRANCHED[name], *shapes, mesh=mesh_of(SHAPE))
+    assert {"data parallel", "FSDP", "tensor parallel"} <= plan.alternatives.keys()
+
+
 ABSENT = {  # a step and a mesh -> why there is no row
     "a batch that nothing divides": (
         odd(6), {"x": 4}, dict.fromkeys(("data parallel", "FSDP"), "a batch of 6 splits over no axis")

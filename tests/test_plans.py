@@ -1,10 +1,12 @@
 """Plans: what they give to JAX, how they are saved and found again, and that they are the same in every process."""
 
 import json
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -136,6 +138,56 @@ def test_loaded_trees_keep_none_empty_and_keyword_arguments(tmp_path):
     for name in ("in_shardings", "keyword_shardings", "out_shardings"):
         assert getattr(loaded, name) == getattr(plan, name)
     assert jax.tree.structure(loaded.in_shardings) == jax.tree.structure(args)
+
+
+class Single(NamedTuple):
+    """A state of one field, as `optax.masked` has."""
+
+    inner: Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class OddKeys(tuple):
+    """A container whose keys are none of JAX's."""
+
+    def tree_flatten_with_keys(self):
+        return tuple(zip((None, "text", 3), self, strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, data, children):
+        return cls(children)
+
+
+STATES = {
+    "nothing": Single(()),
+    "none": Single(None),
+    "empty dict": Single({}),
+    "one array": Single(np.ones(8)),
+    "nothing below": Single(Single(Single(optax.EmptyState()))),
+    "masked": optax.adamw(1e-3, mask={"w": True, "b": False}).init({"w": np.ones((8, 8)), "b": np.ones(8)}),
+    "multi_transform": optax.multi_transform(
+        {"a": optax.sgd(0.1), "b": optax.set_to_zero()}, {"w": "a", "b": "b"}
+    ).init({"w": np.ones((8, 8)), "b": np.ones(8)}),
+    "keys": OddKeys((np.ones(8), np.ones(16), np.ones(24))),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_any_container_of_a_state_is_saved(name):
+    """Saving raised a TypeError where a class of one field holds nothing: JAX's keys cannot be compared with None."""
+    state = STATES[name]
+    plan = autoshard.plan(lambda state, x: (state, x + 1), state, np.ones(8), mesh=MESH)
+    loaded = Plan.loads(plan.dumps(), MESH)
+    assert not plan.diff(loaded) and loaded.dumps() == plan.dumps()
+    assert len(jax.tree.leaves(loaded.in_shardings[0])) == len(jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("step", [lambda: None, lambda: jnp.zeros(8), lambda *x: x], ids=["none", "constant", "empty"])
+def test_a_step_that_takes_nothing_is_read(step):
+    """Nothing holds memory at any moment."""
+    plan = autoshard.plan(step, mesh=MESH)
+    loaded = Plan.loads(plan.dumps(), MESH)
+    assert str(loaded) and loaded._repr_html_() and str(plan) and plan._repr_html_()
 
 
 def test_alternatives_are_saved_once_asked_for(planned, tmp_path):

@@ -65,6 +65,20 @@ def mlp():
     return eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
 
 
+def test_modules_with_numbers_are_born_as_planned():
+    """Their rates and flags are static in `init` as they are in the step."""
+
+    def born(key):
+        model = eqx.nn.make_with_state(Net)(key)[0]
+        return model, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
+
+    key = jax.random.key(0)
+    (model, opt_state), (_, state) = born(key), eqx.nn.make_with_state(Net)(key)
+    plan = sharded(train_step, donate_argnums=(0, 1, 2)).plan(model, state, opt_state, X, key)
+    assert_same(plan.init(born, key), (model, opt_state))
+    assert_same(plan.shard_batch({"x": X, "name": "train"}), {"x": X, "name": "train"})
+
+
 def test_a_step_of_modules_is_that_of_filter_jit():
     model, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
     ours = theirs = model, state, OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))

@@ -18,6 +18,7 @@ from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
 from autoshard.plans.plan import PlanData
+from autoshard.program.signature import static_places
 
 _LISTED_PARTS = 5  # arrays or parts that a message names at most
 
@@ -81,9 +82,10 @@ def initialiser(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]
         for i, array in zip(traced, given, strict=True):
             filled[i] = array
         results, tree = tree_flatten_with_path(init_fn(*jax.tree.unflatten(structure, filled)))
-        found = [(keys_of(path), leaf) for path, leaf in results if isinstance(leaf, _ARRAYS)]
+        static = static_places(tree, [leaf for _, leaf in results])
+        found = [(keys_of(path), leaf) for i, (path, leaf) in enumerate(results) if i not in static]
         places = iter(range(len(found)))
-        made[:] = [_Place(next(places)) if isinstance(leaf, _ARRAYS) else leaf for _, leaf in results]
+        made[:] = [leaf if i in static else _Place(next(places)) for i, (_, leaf) in enumerate(results)]
         said[:] = [tree, [keys for keys, _ in found]]
         return [leaf for _, leaf in found]
 
@@ -118,9 +120,6 @@ def initialiser(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]
     return Initialiser(tuple(map(maker, by_devices.values())), rebuilt)
 
 
-_ARRAYS = jax.Array | np.ndarray | np.generic | complex | float | int  # what `jax.jit` returns as arrays
-
-
 @dataclass(frozen=True)
 class _Place:
     """Stands for an array of a result."""
@@ -131,7 +130,9 @@ class _Place:
 def shard_batch(plan: PlanData, batch: Any) -> Any:
     """Global arrays from those that this process holds; see `Plan.shard_batch`."""
     _devices_of(plan)
-    found, structure = tree_flatten_with_path(batch)
+    leaves, structure = tree_flatten_with_path(batch)
+    static = static_places(structure, [leaf for _, leaf in leaves])
+    found = [one for i, one in enumerate(leaves) if i not in static]
     arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for _, leaf in found]
     wanted = [
         Leaf(keys_of(path), tuple(array.shape), str(_canonical(array.dtype)))
@@ -154,7 +155,8 @@ def shard_batch(plan: PlanData, batch: Any) -> Any:
         else:
             data = np.asarray(array).astype(leaf.dtype, copy=False)
             placed.append(jax.make_array_from_process_local_data(sharding, data, shape))
-    return jax.tree.unflatten(structure, placed)
+    rest = iter(placed)
+    return jax.tree.unflatten(structure, [leaf if i in static else next(rest) for i, (_, leaf) in enumerate(leaves)])
 
 
 def local_shape(shape: Sequence[int], sharding: NamedSharding) -> tuple[int, ...]:

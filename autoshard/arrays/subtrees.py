@@ -16,7 +16,7 @@ from jax.tree_util import keystr
 
 from autoshard.plans.plan import PlanData
 from autoshard.program.paths import printable
-from autoshard.program.trees import VALUE_KEYS, Tree
+from autoshard.program.trees import Tree, is_value_key
 
 Keys = tuple[str, ...]  # from the outside in
 
@@ -63,7 +63,7 @@ def keys_of(path: Sequence[Any]) -> Keys:
     >>> keys_of((jax.tree_util.GetAttrKey("mu"), jax.tree_util.SequenceKey(0), jax.tree_util.DictKey("w")))
     ('mu', '0', 'w')
     """
-    path = path[:-1] if path and path[-1] in VALUE_KEYS else path
+    path = path[:-1] if path and is_value_key(path[-1]) else path
     return tuple(printable(keystr((key,), simple=True)) for key in path)
 
 

@@ -138,9 +138,11 @@ class Module:
         return computation in self.endless
 
     def trips(self, loop: Instruction, condition: str, body: str) -> int | None:
-        """How often a loop runs: XLA's note, or the constant that bounds its counter; None if neither says."""
+        """How often a loop runs: XLA's note, or the constant that alone bounds its counter; None if neither says."""
         if known := re.search(r'"?known_trip_count"?[:=]\s*\{"?n"?[:=]\s*"?(\d+)', loop.rest):
             return int(known[1])
+        if self.ending(condition).opcode != "compare":  # something else may end the loop before the counter does
+            return None
         compare = list(self.computations[condition])
         for fusion in [instruction for instruction in compare if instruction.opcode == "fusion"]:
             compare += self.computations[said(fusion.rest, "calls")]
@@ -150,6 +152,11 @@ class Module:
             return None
         last = limits[0] + (directions[0] == "LE")
         return -(-last // self.step(condition, body)) if last < _NO_FIGURE else None
+
+    def ending(self, computation: str) -> Instruction:
+        """What makes the result of a computation, inside of fusions."""
+        last = self.computations[computation][-1]
+        return self.ending(said(last.rest, "calls")) if last.opcode == "fusion" else last
 
     def step(self, condition: str, body: str) -> int:
         """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""

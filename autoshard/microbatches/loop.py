@@ -265,7 +265,9 @@ class MicrobatchedStep:
         op, type_ = self.op(var), aval_of(var)
         dtype = _SUMMED_IN.get(type_.dtype, type_.dtype) if op == "add" else type_.dtype
         shape = (self.split.groups, *type_.shape) if self.split.groups > 1 else type_.shape
-        number: Any = {"add": 0, _LAST: 0, "or": 0, "and": -1}.get(op)
+        if op == _LAST:  # of any type, as keys of random numbers
+            return jnp.zeros(shape, dtype)
+        number: Any = {"add": 0, "or": 0, "and": -1}.get(op)
         if number is None:
             number = _limits(dtype)[op == "min"]
         return jax.lax.full(shape, np.asarray(number, dtype), dtype)

@@ -30,8 +30,10 @@ class Batch:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return _of_rows(leaf, self.padded)
-        more = [(0, self.padded - self.rows), *[(0, 0)] * (leaf.ndim - 1)]
-        return np.pad(leaf, more) if isinstance(leaf, np.ndarray) else jnp.pad(leaf, more)
+        more = self.padded - self.rows, *leaf.shape[1:]
+        if isinstance(leaf, np.ndarray):
+            return np.concatenate([leaf, np.zeros(more, leaf.dtype)])
+        return jnp.concatenate([leaf, jnp.zeros(more, leaf.dtype)])  # keys of random numbers, too
 
     def one_row_less(self, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """The types of arguments whose batch has a row less, by which a trace shows where rows are counted.

@@ -13,6 +13,7 @@ import numpy as np
 from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
+from autoshard.errors import ArgumentError
 from autoshard.options import Options
 from autoshard.padding.batches import Batch, batch_of
 from autoshard.padding.flat_step import FlatStep, is_traced_for, with_arrays
@@ -24,7 +25,7 @@ from autoshard.user_plan import Plan
 from autoshard.variants.variant import Variant
 
 
-class _StepOfPaddedBatch(ShardedFunction[Parameters, Result]):
+class StepOnPaddedBatch(ShardedFunction[Parameters, Result]):
     """The step that runs on the padded batch."""
 
     def _finished(self, program: Program) -> Program:
@@ -40,6 +41,7 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
     ) -> None:
         super().__init__(fn, options=options, jit_keywords=jit_keywords, given=given)
         self._given_keywords = dict(jit_keywords)
+        self._parts = options.microbatches or 1
         self._padded: dict[Any, tuple[Batch, ShardedFunction[..., Any]] | None] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -104,18 +106,33 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         program = super().variants(*args, **kwargs).program(Variant())
         shapes = [tuple(np.shape(array)) for array in flat.arrays]
         in_modules = () if flat.modules is None else flat.modules.inside
-        parts = self._options.microbatches or 1
-        batch = batch_of(program, shapes, self._options.mesh.shape, in_modules, parts)
+        batch = batch_of(program, shapes, self._options.mesh.shape, in_modules, self._parts)
         if batch is None:
             return None
         as_written = FlatStep(self._fn, self._static, static, dynamic)
-        large = as_written.traced([batch.pad(i, abstract(type_of(array))) for i, array in enumerate(flat.arrays)])
+        try:
+            large = as_written.traced([batch.pad(i, abstract(type_of(array))) for i, array in enumerate(flat.arrays)])
+        except Exception as error:  # whatever the step does with more rows
+            raise _takes_no_other_batch(program, batch, error) from error
         small = as_written.traced()
         padded = PaddedProgram(program.name, small, large)
         step = as_written.running(functools.partial(_run, as_written, padded, batch))
-        return batch, _StepOfPaddedBatch(
-            step, options=self._options, jit_keywords=self._given_keywords, given=self._given
-        )
+        return batch, self._on_padded_batch(step)
+
+    def _on_padded_batch(self, step: Any) -> ShardedFunction[..., Any]:
+        return StepOnPaddedBatch(step, options=self._options, jit_keywords=self._given_keywords, given=self._given)
+
+
+def _takes_no_other_batch(program: Program, batch: Batch, error: Exception) -> ArgumentError:
+    """The error that the step cannot be traced with as many rows as it would get."""
+    names = [program.arguments[i].name for i in sorted(batch.arrays)]
+    more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
+    said = str(error).splitlines()
+    return ArgumentError(
+        f"pad='batch': {program.name} takes a batch of {batch.rows} rows, but not one of {batch.padded}: "
+        f"{said[0] if said else repr(error)}\nIts batch is taken to be {', '.join(names[:3])}{more}: what no result "
+        "replaces. Write the step for any number of rows, pad the batch yourself, or leave pad= out."
+    )
 
 
 def _run(as_written: FlatStep, padded: PaddedProgram, batch: Batch, *arrays: Any) -> list[Any]:

@@ -83,7 +83,7 @@ def with_inner_layouts_planned(by_jit: Prediction, formulation: Formulation) -> 
 
 def _both_ways(name: str, formulation: Formulation, solution: Solution) -> dict[str, Prediction | str]:
     """An alternative as `jax.jit` runs it, and with the inner layouts that a solution has where these are faster."""
-    program, prices = formulation.program, formulation.prices
+    program, prices = formulation.traced, formulation.prices  # whose equations the rules are of
     ours = prediction_of(formulation, solution.choice)
     homes = {i: options[solution.choice[i]].home for i, options in enumerate(formulation.arguments)}
     jitted, choice = as_jitted(program, formulation.rules, formulation.mesh, prices.topology, prices.backend, homes, {})

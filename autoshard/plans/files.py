@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, NamedTuple
 
@@ -124,12 +124,16 @@ class Contents(NamedTuple):
     alternatives: Mapping[str, Prediction | str] | None
 
 
-def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
+def from_json(
+    content: Any, mesh: Mesh | AbstractMesh, where: str, own_axes: Mapping[str, Sequence[MeshShape]] | None = None
+) -> Contents:
     """What `to_json` made.
 
     Args:
         content: anything that JSON can hold; it is checked throughout.
         where: what messages call it.
+        own_axes: by "arguments" and "results", the mesh of each array; by default that of the plan. An array of a stage
+            lies on the stage's own part, and splits by that evenly.
 
     Raises:
         PlanError: it is of another format, or for another mesh.
@@ -144,7 +148,7 @@ def from_json(content: Any, mesh: Mesh | AbstractMesh, where: str) -> Contents:
     check_mesh({axis: size.count() for axis, size in node["mesh"].entries()}, mesh, where)
     axes = dict(mesh.shape)
     arguments, results, captured = (
-        () if (entries := node.get(name)) is None else entries.items(lambda entry: _placed_from_json(entry, axes))
+        () if (entries := node.get(name)) is None else _all_placed(entries, axes, (own_axes or {}).get(name))
         for name in ("arguments", "results", "captured")
     )
     annotations = Annotations(
@@ -275,6 +279,13 @@ def _placed_to_json(placed: PlacedArray, mesh: MeshShape) -> dict:
         "on_host": placed.on_host,
         "typed": placed.typed,
     }
+
+
+def _all_placed(entries: Node, axes: MeshShape, own: Sequence[MeshShape] | None) -> tuple[PlacedArray, ...]:
+    found = entries.parts()
+    if own is not None and len(own) != len(found):
+        raise entries.wrong(f"{len(own)} arrays")
+    return tuple(map(_placed_from_json, found, [axes] * len(found) if own is None else own))
 
 
 def _placed_from_json(entry: Node, axes: MeshShape) -> PlacedArray:

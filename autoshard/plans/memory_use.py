@@ -36,7 +36,7 @@ class MemoryUse:
     @property
     def totals(self) -> tuple[int, ...]:
         """Bytes per moment, of all parts."""
-        return tuple(map(sum, zip(*(part.bytes for part in self.parts), strict=True)))
+        return tuple(sum(part.bytes[moment] for part in self.parts) for moment in range(len(self.lines)))
 
     @property
     def peak(self) -> int:

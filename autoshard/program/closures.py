@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from autoshard.program.captured import identity_of
-from autoshard.program.trees import VALUE_KEYS
+from autoshard.program.trees import VALUE_NAMES
 
 _MOST_OBJECTS = 20_000  # that are looked at: a search for names must not take longer than tracing does
 # Attributes in which parameters hold their array, and mappings of flax what is in them.
-_UNNAMED = frozenset({key.name for key in VALUE_KEYS} | {"_value", "_raw_value", "_dict", "_mapping"})
+_UNNAMED = frozenset(VALUE_NAMES | {"_value", "_raw_value", "_dict", "_mapping"})
 _Path = tuple[str, ...]
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from jax.tree_util import SequenceKey, keystr
 
-from autoshard.program.trees import VALUE_KEYS
+from autoshard.program.trees import is_value_key
 
 
 def parameter_names(debug_info: Any, paths: Iterable[tuple]) -> list[str]:
@@ -48,7 +48,7 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def _without_value(path: tuple) -> tuple:
-    return path[:-1] if path and path[-1] in VALUE_KEYS else path
+    return path[:-1] if path and is_value_key(path[-1]) else path
 
 
 ArrayKind: TypeAlias = tuple[tuple[int, ...], Any, bool]  # shape, dtype, whether it lies in the host's memory

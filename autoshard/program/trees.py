@@ -19,7 +19,12 @@ from jax.tree_util import GetAttrKey, PyTreeDef, keystr, register_pytree_with_ke
 from autoshard.program.signature import static_places
 
 # nnx holds every array in the `value` of a Variable: names of arrays leave this key out.
-VALUE_KEYS = (GetAttrKey("value"), GetAttrKey("raw_value"))
+VALUE_NAMES = frozenset({"value", "raw_value"})
+
+
+def is_value_key(key: Any) -> bool:
+    """Whether a key is one behind which a Variable holds its array. Keys are whatever a class of the user's lists."""
+    return isinstance(key, GetAttrKey) and key.name in VALUE_NAMES
 
 
 @dataclass(frozen=True)
@@ -150,18 +155,17 @@ def _plain(structure: PyTreeDef, leaves: list[tuple[tuple, Any]], below: Callabl
         return None
     if kind is FlatObject:
         return _nested(data, structure, [leaf for _, leaf in leaves], below)
-    keys, children, start = [], [], 0
+    children, held, start = [], [], 0
     for child in structure.children():
         inside, start = leaves[start : start + child.num_leaves], start + child.num_leaves
-        keys.append(inside[0][0][0] if inside else None)
         children.append(below(child, [(path[1:], leaf) for path, leaf in inside]))
+        held += [(path[0], children[-1]) for path, _ in inside[:1]]
     if kind in (tuple, list):
         return kind(children)
     if kind is dict:
         return dict(zip(data, children, strict=True))
-    if len(keys) == 1 and keys[0] in VALUE_KEYS:
+    if len(children) == 1 and held and is_value_key(held[0][0]):
         return children[0]
-    held = [(key, child) for key, child in zip(keys, children, strict=True) if key is not None]
     names = distinct(keystr((key,), simple=True) for key, _ in held)
     return dict(sorted(zip(names, (child for _, child in held), strict=True), key=lambda item: item[0]))
 

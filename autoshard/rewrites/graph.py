@@ -52,9 +52,13 @@ class Graph:
 
     @cached_property
     def products(self) -> Mapping[Var, Product]:
-        """Result -> the product, of all that are plain."""
+        """Result -> the product, of all that are plain. What a number is multiplied with is a multiple, no product."""
         found = (Product.of(eqn) for eqn in self.jaxpr.eqns if eqn.primitive.name == "dot_general")
-        return {product.out: product for product in found if product.is_plain}
+        return {
+            product.out: product
+            for product in found
+            if product.is_plain and all(isinstance(one.atom, Var) for one in product.operands)
+        }
 
     def maker(self, atom: Atom) -> JaxprEqn | None:
         """The equation that makes an atom; None for inputs and literals."""

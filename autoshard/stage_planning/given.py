@@ -13,8 +13,8 @@ from autoshard.user_plan import Plan
 
 # Option -> why it does not go with stages, and what does.
 _INSTEAD = {
-    "pad": "pad= adds rows for the devices of the whole mesh, and a microbatch of a stage has to divide over its own: "
-    "pad the arrays before the call, to a multiple of microbatches times devices of a stage.",
+    "pad": "pad='batch' adds rows of the batch to stages that are programs of their own (without backend=); what "
+    "pad='auto' adds is for the devices of the whole mesh.",
     "rewrites": "The stages of one program are equal as they are written: leave backend= out.",
 }
 
@@ -63,11 +63,26 @@ def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str
     """
     if isinstance(plan, PipelinePlan | OneJitPlan):
         in_programs, others = isinstance(plan, PipelinePlan), {"pad": pad, "like": like}
-        heeded = ["remat"] if in_programs else []
+        heeded = ["remat", *["pad"] * (pad == "batch")] if in_programs else []
         check_combination("a plan with stages", options, others, heeded=heeded, takes_uneven=in_programs)
     if isinstance(like, PipelinePlan):
         raise PlanError(
             f"like=: the plan of {like.name} has {len(like.stages)} stages. Each array lies on the devices of its own "
             "stage, and arguments of a step without stages on all devices.\n"
             "Leave like= out, and each call moves its arguments; or name the plan of a step without stages."
+        )
+
+
+def check_statistics(options: Options, *, is_in_parts: bool) -> None:
+    """
+    Args:
+        is_in_parts: whether the user says how a step is cut into parts, or gives a plan that may.
+
+    Raises:
+        ArgumentError: `statistics=` is given for a step that runs in one part.
+    """
+    if options.statistics is not None and not is_in_parts:
+        raise ArgumentError(
+            f"statistics={options.statistics!r} is for steps in microbatches, and this one takes its batch at once: "
+            "its sums are over the whole batch.\nGive microbatches= or pipeline=, or leave statistics= out."
         )

@@ -16,7 +16,7 @@ from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.stage_planning.planned_stage import PlannedStage, TaskCosts
 from autoshard.stages.running.views import StackSharding, stack_sharding
-from autoshard.stages.saved import MeshPart, SavedPipeline
+from autoshard.stages.saved import MeshPart, SavedPipeline, mesh_part
 
 if TYPE_CHECKING:
     from autoshard.stage_planning.pipeline_plan import PipelinePlan
@@ -103,7 +103,7 @@ def pipeline_from_json(node: Node, plan: PlanData) -> dict[str, Any]:
         stages.append(PlannedStage(layers, part.on(plan.mesh), devices_at(plan.mesh, part.devices), {}, *figures))
 
     def parts_of(name: str, arrays: int) -> tuple[ArrayParts, ...]:
-        found = shown[name].items(lambda one: one.items(lambda part: _part(part, saved)))
+        found = shown[name].items(lambda one: one.items(lambda part: _part(part, saved.parts)))
         if len(found) != arrays:
             raise shown[name].wrong(f"the parts of {arrays} arrays")
         return found
@@ -130,10 +130,29 @@ def _costs(node: Node) -> TaskCosts:
     return TaskCosts(**rows, transfer=node["transfer"].items(lambda row: row.items(Node.number)))
 
 
-def _part(node: Node, saved: SavedPipeline) -> ArrayPart:
+def axes_of_arrays(node: Node, mesh: MeshShape) -> dict[str, list[MeshShape]]:
+    """The mesh by which each argument and each result is split: that of the stage that keeps it.
+
+    Args:
+        node: what `pipeline_to_json` wrote.
+        mesh: the whole.
+
+    Raises:
+        ValueError: it is not what that wrote; the message says where.
+    """
+    parts = node["parts"].items(mesh_part)
+
+    def axes(array: Node) -> MeshShape:
+        own = [one.device for one in array.items(lambda part: _part(part, parts)) if one.layout is not None]
+        return {axis: parts[own[0]].axes.get(axis, 1) for axis in mesh} if own else mesh
+
+    return {name: [axes(one) for one in node[f"{name[:-1]}_parts"].parts()] for name in ("arguments", "results")}
+
+
+def _part(node: Node, parts: Sequence[MeshPart]) -> ArrayPart:
     device, shape, layout = node.parts(3)
-    if device.count() >= len(saved.parts):
+    if device.count() >= len(parts):
         raise device.wrong("a device of the schedule")
-    axes = saved.parts[device.count()].axes
+    axes = parts[device.count()].axes
     read = layout.optional(lambda one: one.items(lambda dim: dim.items(lambda axis: axis.one_of(axes))))
     return ArrayPart(device.count(), shape.items(Node.count), read)

@@ -27,6 +27,7 @@ from autoshard.stage_planning.pipeline_file import (
     PIPELINE,
     ArrayPart,
     ArrayParts,
+    axes_of_arrays,
     devices_at,
     pipeline_from_json,
     pipeline_to_json,
@@ -194,7 +195,7 @@ class PipelinePlan(Plan):
         """The plan in a file, not bound to a step."""
         rest = dict(content)
         node = Node(rest.pop(PIPELINE), PIPELINE)
-        data = from_json(rest, mesh, where).plan
+        data = from_json(rest, mesh, where, axes_of_arrays(node, dict(mesh.shape))).plan
         said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
         return cls(**said, **pipeline_from_json(node, data))
 

@@ -229,11 +229,11 @@ class _Choice:
 class AutomaticPipeline(PlannedFunction[Parameters, Result]):
     """A function that runs in stages where that is predicted to be faster, or alone fits the memory limit."""
 
+    _plain_kind: type[ShardedFunction[..., Any]] = ShardedFunction  # of the step without stages
+
     def __init__(self, fn: Any, *, options: Options, jit_keywords: Mapping[str, Any]) -> None:
         super().__init__(fn, options=options, jit_keywords=jit_keywords, request=PipelineRequest(1, 1))
-        self._plain: ShardedFunction[Parameters, Result] = ShardedFunction(
-            fn, options=options, jit_keywords=jit_keywords
-        )
+        self._plain = self._plain_kind(fn, options=options, jit_keywords=jit_keywords)
         self._choices: dict[Any, _Choice] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

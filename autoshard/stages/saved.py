@@ -49,6 +49,19 @@ class MeshPart:
         return Mesh(devices, tuple(self.axes), axis_types=types)
 
 
+def mesh_part(node: Node) -> MeshPart:
+    """The part of a mesh that `SavedPipeline.to_json` wrote.
+
+    Raises:
+        ValueError: it is none; the message says where.
+    """
+    axes, devices = node.parts(2)
+    made = MeshPart({axis: size.count() for axis, size in axes.entries()}, devices.items(Node.count))
+    if int(np.prod(list(made.axes.values()))) != len(made.devices):
+        raise node.wrong("a part of a mesh and as many devices")
+    return made
+
+
 @dataclass(frozen=True)
 class SavedPipeline:
     """What a planned pipeline says beside the step that it is for."""
@@ -131,13 +144,6 @@ class SavedPipeline:
             equation, trip = one.parts(2)
             return Origin(equation.count(), trip.count())
 
-        def part(one: Node) -> MeshPart:
-            axes, devices = one.parts(2)
-            made = MeshPart({axis: size.count() for axis, size in axes.entries()}, devices.items(Node.count))
-            if int(np.prod(list(made.axes.values()))) != len(made.devices):
-                raise one.wrong("a part of a mesh and as many devices")
-            return made
-
         return cls(
             node["stages"].count(),
             node["microbatches"].count(),
@@ -146,7 +152,7 @@ class SavedPipeline:
             node["predecessors"].optional(lambda one: one.items(lambda before: before.items(Node.count))),
             node["boundaries"].items(boundary),
             node["layers"].items(lambda one: one.items(Node.name)),
-            node["parts"].items(part),
+            node["parts"].items(mesh_part),
             tuple(one.value for one in node["programs"].parts()),
             None if (found := node.get("recomputed")) is None else found.optional(_recomputed_from_json),
         )

@@ -521,6 +521,9 @@ STEPS = [  # the loop's condition, what it adds to its counter, how often it run
     ([LIMIT, COUNTER, "ROOT %t = pred[] fusion(%i, %limit), kind=kLoop, calls=%less"], 2, 4),
     ([LIMIT, COUNTER, LESS.replace("LT", "GT")], 1, 1),  # not known
     ([COUNTER, LESS], 1, 1),
+    # a decoder that also ends once every sequence has: the counter says how often at most
+    ([LIMIT, COUNTER, LESS.removeprefix("ROOT "), "ROOT %e = pred[] and(%t, %done)"], 1, 1),
+    ([LIMIT, COUNTER, "ROOT %t = pred[] fusion(%i, %limit), kind=kLoop, calls=%less_and"], 1, 1),
 ]
 
 
@@ -534,7 +537,8 @@ def test_how_often_loops_run_that_xla_says_nothing_of(test, step, trips):
         f"%sum = f32[8]{{0}} all-reduce(%x), channel_id=1, {OVER_X}, to_apply=%add",
         "ROOT %r = (f32[8]{0}, s32[]) tuple(%sum, %next)",
     ]
-    hlo = computation("%less", LESS) + computation("%test", *test) + computation("%body", *body)
+    both = computation("%less_and", LESS.removeprefix("ROOT "), "ROOT %e = pred[] and(%t, %done)")
+    hlo = computation("%less", LESS) + both + computation("%test", *test) + computation("%body", *body)
     hlo += entry("%w = (f32[8]{0}, s32[]) while(%p), condition=%test, body=%body")
     check(hlo, MESH, [("all_reduce", ("x",), trips, trips * 32)])
 

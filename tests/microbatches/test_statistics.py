@@ -272,6 +272,14 @@ def test_a_plan_says_which_lines_have_statistics_of_microbatches():
         autoshard.plan(trained(batch_norm), *args, **how, statistics="batch")
 
 
+@pytest.mark.parametrize("others", [{}, {"remat": "auto"}, {"mesh": "auto"}, {"pad": "batch"}])
+def test_statistics_of_microbatches_want_microbatches(others):
+    """They were ignored where the step runs in one part."""
+    with pytest.raises(ArgumentError, match=r"takes its batch at once.*\n.*microbatches= or pipeline="):
+        autoshard.autoshard(trained(batch_norm), **{"mesh": mesh_of_two(), **others}, statistics="microbatch")
+    autoshard.autoshard(trained(batch_norm), mesh=mesh_of_two(), statistics="microbatch", microbatches="auto")
+
+
 def test_states_that_a_loop_changes_are_not_cut_into_stages():
     pipeline = {"stages": 2, "microbatches": COUNT}
     with pytest.raises(StageError, match="arrays of state are changed by every microbatch"):

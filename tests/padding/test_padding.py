@@ -152,6 +152,22 @@ def test_what_is_not_certain_is_refused(step, message):
         padded(step, normal(3, WIDTH), 8)
 
 
+FIXED = {  # steps that are written for five rows
+    "a state": lambda x: jnp.zeros((5, WIDTH)) + x,
+    "a shape": lambda x: x.reshape(5, 2, -1),
+    "a range": lambda x: x[jnp.arange(5)] - x,
+    "an assertion": lambda x: x.sum() if len(x) == 5 else 1 / 0,
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_step_for_so_many_rows_says_so(name):
+    """Tracing it with more rows raised JAX's error, or the step's own."""
+    step = autoshard.autoshard(FIXED[name], mesh=jax.make_mesh((8,), ("data",)), pad="batch")
+    with pytest.raises(autoshard.ArgumentError, match=r"takes a batch of 5 rows, but not one of 8: .*\n.* to be x: "):
+        step(normal(5, WIDTH))
+
+
 def test_the_last_row_and_what_is_counted_are_those_of_the_batch():
     def step(x):
         return x[-1:], x / len(x), jnp.full((len(x), 2), len(x)), jnp.arange(len(x)), jnp.std(x), keys(len(x))
@@ -198,6 +214,14 @@ def test_random_programs(seeds):
                 np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-8)
             right += 1
     assert right >= 0.7 * len(seeds)
+
+
+def test_keys_of_rows_are_padded():
+    """Each row has its key: rows of zeros are keys, too."""
+    keys, x = jax.random.split(jax.random.key(3), 13), np.ones((13, 8), np.float32)
+    step = lambda keys, x: jnp.mean(x * jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys))  # noqa: E731
+    mesh = jax.make_mesh((8,), ("data",))
+    np.testing.assert_allclose(autoshard.autoshard(step, mesh=mesh, pad="batch")(keys, x), step(keys, x), rtol=1e-5)
 
 
 def test_a_mask_that_is_missing_is_caught(monkeypatch):

@@ -147,6 +147,20 @@ def test_a_plan_of_places_that_the_step_lacks_is_refused(chain):
         as_planned(variants, [("product_chain", [*places, 99])], 4)
 
 
+def quadratic(weights, x):
+    """A loss that ends in products of vectors, whose gradients are products with the number 1."""
+    return jnp.vdot(x[0], weights["a"] @ x[1]) + x[0] @ weights["b"] @ x[1] + x[0] @ x[1] * jnp.sum(weights["a"])
+
+
+def test_products_with_numbers_are_no_products():
+    """`rewrites=` raised that a number cannot be hashed."""
+    weights = dict(zip("ab", arrays(0, (32, 32), (32, 32)), strict=True))
+    step = lambda weights, x: jax.grad(quadratic, argnums=(0, 1))(weights, x)  # noqa: E731
+    arguments = weights, arrays(1, (2, 32))[0]
+    found = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES), rewrites="auto")(*arguments)
+    assert_equal(found, jax.jit(step)(*arguments))
+
+
 def test_a_law_of_the_users_own_is_tried():
     """``A^T B = (B^T A)^T``, written as a user would."""
 

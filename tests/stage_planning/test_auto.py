@@ -155,7 +155,7 @@ def test_fixed_holds_in_stages(mesh):
     assert made.stages
 
 
-@pytest.mark.parametrize("option", [{"pad": "batch"}, {"microbatches": 2}, {"like": "x.json"}])
+@pytest.mark.parametrize("option", [{"pad": "auto"}, {"microbatches": 2}, {"like": "x.json"}])
 def test_options_that_stages_do_not_heed_are_refused(mesh, option):
     with pytest.raises(ArgumentError, match=f"pipeline=.*{next(iter(option))}="):
         plan(step, *arguments(), mesh=mesh, pipeline="auto", **option)
@@ -308,8 +308,8 @@ def test_the_bound_of_the_tables_is_held_against_the_choice_by_the_same_tables(t
     assert chosen.bound == bound
 
 
-def test_a_batch_that_is_to_be_padded_is_refused_with_what_to_do_instead(mesh):
+def test_dims_that_are_to_be_padded_are_refused_with_what_to_do_instead(mesh):
     with pytest.raises(
-        ArgumentError, match=r"cannot be combined with pad= yet; leave one of them out\.\n.*pad the arrays"
+        ArgumentError, match=r"cannot be combined with pad= yet; leave one of them out\.\npad='batch' adds rows"
     ):
-        autoshard(step, mesh=mesh, pipeline="auto", pad="batch")
+        autoshard(step, mesh=mesh, pipeline="auto", pad="auto")

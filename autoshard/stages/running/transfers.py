@@ -93,9 +93,7 @@ def zeros(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Arra
 
 @functools.lru_cache(maxsize=256)
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[[], jax.Array]:
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-    return jax.jit(lambda: jax.random.split(jax.random.key(0), shape), out_shardings=sharding)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 def _devices(sharding: NamedSharding) -> tuple[Any, ...]:
