@@ -146,12 +146,6 @@ class Formulation:
         """Bytes that are in use on one device, per program point, without temporaries that lie elsewhere."""
         return self.in_use(choice) - self.elsewhere(choice).bytes
 
-    @property
-    def most_elsewhere(self) -> float:
-        """Bytes of temporaries that lie elsewhere at any program point, at most, whatever is chosen."""
-        tables = sum(float(live.usage.max()) for live in self.heap.tables)
-        return max(self.prices.backend.on_chip_bytes + tables, self.heap.room_in_results.most)
-
     def elsewhere(self, choice: Sequence[int]) -> Elsewhere:
         """The temporaries that lie in the chip's own memory, or where results will: whichever leaves the lower peak."""
         in_results = self.lying_in_results(choice)

@@ -170,7 +170,7 @@ class _LimitSearch:
     def _with_chip_filled(self) -> Solution | None:
         """A choice that holds no more than a small limit and the chip's own memory together; None if none is within.
 
-        The problem without what may lie on the chip lets all of it lie there. This one may prove that nothing fits.
+        The problem without what may lie on the chip lets all of it lie there, however much that is.
         """
         limit = self.limit + self.formulation.prices.backend.on_chip_bytes
         problem, counting = replace(self.exact, limit=limit, checked=True), dict[Resharding, None]()
@@ -178,9 +178,7 @@ class _LimitSearch:
             try:
                 part = self.rounds.part(ROUND_SHARE)
                 found = _solved(self.formulation, problem, counting, part, at_least=True, gap=self.gap, **self.how)
-            except SolverError as error:  # nothing fits, or nothing was found in time
-                if not counting and isinstance(error, InfeasibleError):
-                    self._refuse_if_over(problem, error.least, self.formulation.most_elsewhere)
+            except SolverError:  # nothing fits, or nothing was found in time
                 break
             if not self.formulation.heap.room_in_results.guests:  # else more than the chip holds may lie elsewhere
                 self.bound = max(self.bound, found.bound)
@@ -271,9 +269,9 @@ class _LimitSearch:
             raise InfeasibleError("the leanest choice is over the limit", limit=self.given, needed=needed)
         return with_bound(best, self.bound if self.bound <= best.cost else free)
 
-    def _refuse_if_over(self, problem: Problem, least: float, elsewhere: float = 0.0) -> None:
-        """Raises that nothing fits, where that is proven: `elsewhere` bytes of what the problem counts are not held."""
-        least = _least_peak(self.formulation, problem, least, self.budget) - elsewhere
+    def _refuse_if_over(self, problem: Problem, least: float) -> None:
+        """Raises that nothing fits, where that is proven; the arguments are those of `_least_peak`."""
+        least = _least_peak(self.formulation, problem, least, self.budget)
         if not fits(least, self.limit):
             raise _refusal(self.formulation, self.lean, least, self.budget) from None
 
@@ -409,11 +407,12 @@ def _least_peak(formulation: Formulation, problem: Problem, least: float, budget
         least: bytes: it is proven that its lives hold no less.
         budget: whose clock ends the search for a proof. Its work is not spent, so that what is found later stays.
     """
-    assert problem.limit is not None, "nothing fits in it"
+    assert formulation.problem.limit is not None, "`solve_within` has asked for it"
     low = relieved(problem, formulation.reshardings, formulation.groups, formulation.prices)
     if low is problem:
         return least - PEAK_ROUNDING
-    own, limit = replace(budget.part(PROOF_SHARE), whole=None), problem.limit * PROOF_FACTOR + 2 * PEAK_ROUNDING
+    own = replace(budget.part(PROOF_SHARE), whole=None)
+    limit = formulation.problem.limit * formulation.prices.backend.usable * PROOF_FACTOR + 2 * PEAK_ROUNDING
     try:
         if low is not None:
             solve_for_plan(replace(low, limit=limit), gap=ANY_GAP, time_limit=own.seconds, budget=own)
