@@ -25,7 +25,6 @@ from autoshard.report.units import bytes_text
 from autoshard.tactics import Roles, batch_dim
 from autoshard.user_plan import Plan
 
-
 QUESTION_SHARE = 0.125  # of the time limit: the work that may be spent on whether one number of rows fits
 
 
