@@ -19,7 +19,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.xla.backends import CPU, V5E
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution, UndecidedError
 from autoshard.solver.runtime.budget import QUIET_SHARE, Budget
 from autoshard.solver.verify import fits, verify
 
@@ -258,6 +258,19 @@ def test_no_lean_choice_in_time_says_what_to_do(monkeypatch):
     monkeypatch.setattr(memory_limit, "solve_for_plan", slow)
     with pytest.raises(SolverError, match="how much memory it takes was not found in 3 s; raise time_limit"):
         solve_within(formulation_of("two layers", 1e9), 3.0)
+
+
+def test_what_is_not_decided_in_time_has_the_bound_of_the_first_search(monkeypatch):
+    """That search counts no more than is held; those with more counted prove nothing."""
+    bounds = iter((0.5, 0.7, 0.9))
+
+    def slow(problem, **keywords):
+        raise UndecidedError("not found in time", bound=next(bounds, 1.1))
+
+    monkeypatch.setattr(memory_limit, "solve_for_plan", slow)
+    with pytest.raises(UndecidedError) as error:
+        solve_within(formulation_of("two layers", 1e9), SECONDS)
+    assert error.value.bound == 0.5
 
 
 def test_what_is_wholly_forbidden_says_so():
