@@ -32,7 +32,7 @@ from workloads import LARGE, SMALL  # noqa: E402
 from autoshard import MemoryLimitError, Plan, fewest_devices, frontier, largest_batch, plan  # noqa: E402
 
 GAP = 0.02  # share by which two searches for the same plan may differ
-# Seconds for all plans of a frontier, or of a largest batch: a search then has about as much work as planning alone has,
+# Seconds for all plans of a frontier, or of a largest batch: each search then has about the work of planning alone,
 # and a busy machine ends it, too.
 SECONDS_TOGETHER = 600.0
 
