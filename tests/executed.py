@@ -53,7 +53,7 @@ class Operation:
     @property
     def known(self) -> str | None:
         """Why it can differ on several devices without a fault of ours; None if it must not."""
-        if self.eqn.primitive.name in ("mulhi", "philox2x32", "philox4x32") or "key<phx" in self.text:
+        if self.eqn.primitive.name in ("philox2x32", "philox4x32") or "key<phx" in self.text:
             return _NOT_LOWERED
         if self.eqn.primitive.name != "reduce_sum":
             return None

@@ -29,6 +29,8 @@ def local_lookup(
         return _local_slice(shards, axes, sizes)
     array, starts = shards
     numbers, mode = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
+    if mode == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS:  # XLA clips where a gather breaks that promise
+        mode = jax.lax.GatherScatterMode.CLIP
     indexed, fills = numbers.start_index_map, mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     extents = [array.shape[dim] for dim in indexed]
     pieces = [math.prod(map(jax.lax.axis_size, axes[dim])) for dim in indexed]
@@ -37,7 +39,7 @@ def local_lookup(
     starts = signed_positions(starts, limits, mode)
 
     def positions(numbers: Sequence[Any]) -> jax.Array:
-        return jnp.stack([jnp.asarray(number, starts.dtype) for number in numbers])
+        return _per_dim(jnp.stack([jnp.asarray(number, starts.dtype) for number in numbers]), starts)
 
     last = positions(limits)
     first = positions([size * shard for size, shard in zip(extents, shard_of, strict=True)])
@@ -78,5 +80,10 @@ def signed_positions(indices: jax.Array, last: Sequence[int], mode: jax.lax.Gath
     """
     if mode == jax.lax.GatherScatterMode.CLIP:
         most = jnp.iinfo(indices.dtype).max
-        indices = jnp.clip(indices, 0, jnp.array([min(one, most) for one in last], indices.dtype))
+        indices = jnp.clip(indices, 0, _per_dim(jnp.array([min(one, most) for one in last], indices.dtype), indices))
     return indices.astype(jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32)
+
+
+def _per_dim(numbers: jax.Array, indices: jax.Array) -> jax.Array:
+    """One number per indexed dim with as many dims as the indices: JAX can be told to refuse arrays of unlike ranks."""
+    return jnp.expand_dims(numbers, range(indices.ndim - 1))

@@ -5,6 +5,7 @@ This file knows JAX and `lookups.py` alone: exported code has both, too.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,10 +31,30 @@ def safely_split(
         return run(eqn, _within_bounds(arrays, layout))
     if eqn.primitive.name.startswith("scatter"):
         numbers, indices = eqn.params["dimension_numbers"], arrays[1]
-        may_be_split = layout is None or any(layout[dim] for dim in numbers.scatter_dims_to_operand_dims)
+        indexed = numbers.scatter_dims_to_operand_dims
+        may_be_split = bool(indexed) if layout is None else any(layout[dim] for dim in indexed)
         if may_be_split and math.prod(indices.shape[:-1]) == 1:
             return [_beside_idle_update(eqn, *arrays)]
+    if eqn.primitive.name == "mulhi":
+        return [_upper_halves(*arrays)]
     return run(eqn, arrays)
+
+
+def _upper_halves(left: jax.Array, right: jax.Array) -> jax.Array:
+    """The upper half of the bits of products of integers, by products of half as many bits."""
+    bits = jnp.iinfo(left.dtype).bits
+    half, unsigned = bits // 2, jnp.dtype(f"uint{bits}")
+    upper = functools.partial(jax.lax.shift_right_logical, y=jnp.full(left.shape, half, unsigned))
+    a, b = (jax.lax.bitcast_convert_type(x, unsigned) for x in (left, right))
+    low = jnp.full(left.shape, 2**half - 1, unsigned)
+    a_low, b_low, a_high, b_high = a & low, b & low, upper(a), upper(b)
+    crossed = a_low * b_high, a_high * b_low
+    carried = upper(upper(a_low * b_low) + (crossed[0] & low) + (crossed[1] & low))
+    made = a_high * b_high + upper(crossed[0]) + upper(crossed[1]) + carried
+    if jnp.issubdtype(left.dtype, jnp.signedinteger):  # as unsigned numbers they are larger by 2**bits
+        nothing = jnp.zeros_like(made)
+        made = made - jnp.where(left < 0, b, nothing) - jnp.where(right < 0, a, nothing)
+    return jax.lax.bitcast_convert_type(made, left.dtype)
 
 
 def _within_bounds(arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None) -> list:

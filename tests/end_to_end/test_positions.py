@@ -1,20 +1,26 @@
 """Rows looked up and written at computed positions along split dims: right numbers, and nothing gathered for them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, normal
+from equality import assert_equal
 from executed import mismatches, operations_of
 from jax import ShapeDtypeStruct, lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
 
-from autoshard import plan
+from autoshard import autoshard, plan
 from autoshard.lower import lookups, xla_faults
 
 TABLE, ROWS = normal(8, 4, 4), normal(3, 4, 4, seed=1)
-OUTSIDE = {"fill": np.array([-3, 8, 5], np.int8), "clip": np.array([2**32 - 3, 8, 5], np.uint32)}  # two of three
+OUTSIDE = {  # two of three
+    "fill": np.array([-3, 8, 5], np.int8),
+    "clip": np.array([2**32 - 3, 8, 5], np.uint32),
+    "promise_in_bounds": np.array([-3, 8, 5], np.int32),  # what is promised is clipped, or dropped where it is written
+}
 
 
 def looked_up(mode: str):
@@ -61,7 +67,13 @@ def sliced(dtype: str):
     return Case(dtype, "", get, (table, np.array([127, 8, 5], np.uint8) if dtype == "int8" else OUTSIDE["fill"]))
 
 
-CASES = [make(mode) for make in (looked_up, written) for mode in ("clip", "fill")]
+@pytest.fixture(autouse=True)
+def without_rank_promotion():
+    with jax.numpy_rank_promotion("raise"):  # as users may tell JAX
+        yield
+
+
+CASES = [make(mode) for make in (looked_up, written) for mode in OUTSIDE]
 CASES += [sliced("bfloat16"), sliced("int8")]
 
 
@@ -88,14 +100,29 @@ def test_an_idle_update_that_counts_is_caught(monkeypatch):
     assert wrong(written("clip"), {"x": 8})
 
 
+WHOLE = {  # writes whose indices have no numbers
+    "added": lambda x: (2 * x).at[:].add(x @ jnp.eye(4)),
+    "multiplied": lambda x: (2 * x).at[...].multiply(x @ jnp.eye(4)) + 1,
+    "columns": lambda x: (2 * x).at[:, 1:3].add((x @ jnp.eye(4))[:, :2]) + 1,
+    "gradient": jax.grad(lambda x: (x.at[:].add(3.0) ** 2).sum()),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_arrays_are_written_once_as_a_whole(name):
+    x = normal(8, 4)
+    step = autoshard(WHOLE[name], mesh=mesh_of({"x": 8}))
+    assert_equal(step(x), jax.jit(WHOLE[name])(x))
+
+
 STEPS = {
     "one row is written": lambda x, i, row: x.at[i[0]].set(row),
     "one row is added to": lambda x, i, row: x.at[i[:1]].add(row),
     "one number is written": lambda x, i, row: x.at[i[0], i[1]].set(row[0]),
-    "one row is looked up": lambda x, i, row: x[i[:1]] * row,
-    "one row is sliced": lambda x, i, row: lax.dynamic_index_in_dim(x, i[0]) * row,
-    "one row of bfloat16 is looked up": lambda x, i, row: x[i[:1]] * row,
-    "two rows are looked up": lambda x, i, row: x[i] * row,
+    "one row is looked up": lambda x, i, row: x[i[:1]] * row[None],
+    "one row is sliced": lambda x, i, row: lax.dynamic_index_in_dim(x, i[0]) * row[None],
+    "one row of bfloat16 is looked up": lambda x, i, row: x[i[:1]] * row[None],
+    "two rows are looked up": lambda x, i, row: x[i] * row[None],
 }
 
 

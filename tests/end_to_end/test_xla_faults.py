@@ -28,6 +28,7 @@ from sweeps import some
 
 from autoshard import ConflictError, autoshard, plan
 from autoshard.lower.on_shards import _halved
+from autoshard.lower.xla_faults import _upper_halves
 
 PAGE = Path(__file__).parents[2] / "docs" / "xla_faults.md"
 GROUPED = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 3}
@@ -90,6 +91,7 @@ def devices(mesh: str):
 
 UNSUPPORTED = "Unsupported reduction computation"
 INTEGERS, ROW = integers(3, 8), P("x")
+BITS = np.uint32(2654435761) * np.arange(8, dtype=np.uint32)  # of all sizes
 FAULTS = (
     Fault("kernel gradient of a grouped convolution", kernel_gradient, (normal(2, 2, 2, 3), normal(2, 2, 2, 3, seed=1)),
           (ROW, ROW), P(), mesh="x=2, y=4"),
@@ -108,6 +110,7 @@ FAULTS = (
     Fault("transform after a transpose", lambda x: jnp.fft.fft(x.transpose(0, 2, 1)),
           (normal(8, 3, 4).astype(jnp.complex64),), (ROW,), P(), raises="RET_CHECK"),
     Fault("reduction of one's own", log_sum, (normal(8),), (ROW,), P(), raises=UNSUPPORTED),
+    Fault("upper halves of products", lax.mulhi, (BITS, BITS[::-1]), (ROW, ROW), ROW, raises="Unable to convert MHLO"),
 )  # fmt: skip
 IDS = [fault.name for fault in FAULTS]
 
@@ -182,6 +185,21 @@ def test_integers_of_two_bits_stay_whole(fn):
     assert step.plan(x).in_shardings[0].spec == P()
     with pytest.raises(ConflictError, match="two bits"):
         autoshard(fn, mesh=mesh, fixed={"x": P("x")}).plan(x)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
+def test_upper_halves_of_products(dtype):
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    some = np.array([least, least + 1, most // 3, most - 1, most, 0, 1, 77], dtype)
+    a, b = np.repeat(some, len(some)), np.tile(some, len(some))
+    expected = (a.astype(object) * b.astype(object)) >> np.iinfo(dtype).bits
+    assert (np.asarray(_upper_halves(jnp.asarray(a), jnp.asarray(b))) == expected).all()
+
+
+def test_xla_still_loses_nan_in_maxima():
+    x = jnp.array([0, 1, jnp.nan, 3, 4, 5, 6, 7])
+    assert Fault("", jnp.max, (x,), (ROW,), P()).under_jit() == 7, "XLA has mended this"
+    assert jnp.isnan(jnp.max(x))
 
 
 def test_own_reductions_of_two_arrays_start_once():

@@ -58,7 +58,7 @@ def test_implementations_compute_the_same_numbers(kind, shape, lengths, mesh, ex
 
 
 def smoothed(u):
-    waves = jnp.arange(u.shape[0])[:, None] + jnp.arange(u.shape[1] // 2 + 1)
+    waves = jnp.arange(u.shape[0])[:, None] + jnp.arange(u.shape[1] // 2 + 1)[None]
     return jnp.fft.irfft2(jnp.fft.rfft2(u) / (1 + waves))
 
 

@@ -36,11 +36,11 @@ def project(x, w):
 
 
 def loss(x):
-    return (softmax(x, scale=2.0) ** 2 * jnp.arange(x.shape[-1])).sum()
+    return (softmax(x, scale=2.0) ** 2 @ jnp.arange(x.shape[-1], dtype=x.dtype)).sum()
 
 
 def plain_loss(x):
-    return (_softmax(x, scale=2.0) ** 2 * jnp.arange(x.shape[-1])).sum()
+    return (_softmax(x, scale=2.0) ** 2 @ jnp.arange(x.shape[-1], dtype=x.dtype)).sum()
 
 
 TRANSFORMED = {

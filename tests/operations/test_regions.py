@@ -94,7 +94,7 @@ def test_a_kernel_with_a_rule_compiles_for_tpu():
 def test_a_foreign_function_with_a_rule_runs_on_shards(monkeypatch):
     """LAPACK's factorisation by a name of its own: each device factors its matrices."""
     matrices = normal(16, 4, 4)
-    positive = matrices @ matrices.transpose(0, 2, 1) + 4 * jnp.eye(4)
+    positive = matrices @ matrices.transpose(0, 2, 1) + 4 * jnp.eye(4)[None]
     jnp.linalg.cholesky(positive)  # jaxlib finds LAPACK once JAX needs it
 
     def factored(x):

@@ -66,7 +66,7 @@ class Stretches:
 
     def of_round(self, turn: Any, capacity: int) -> tuple[jax.Array, jax.Array]:
         """Per device and place of its part, the sorted row that is sent, and whether there is one."""
-        place = turn * capacity + jnp.arange(capacity, dtype=jnp.int32)
+        place = (turn * capacity + jnp.arange(capacity, dtype=jnp.int32))[None]
         rows = self.starts[:, None] + place
         return jnp.minimum(rows, len(self.order) - 1), place < self.counts[:, None]
 

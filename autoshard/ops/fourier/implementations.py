@@ -108,7 +108,8 @@ def _six_steps(transform: Transform) -> Implementation:
         columns = jnp.moveaxis(lax.fft(jnp.moveaxis(columns, -2, -1), transform.kind, (n,)), -1, -2)
         first = split.index("points") * each
         here = jnp.arange(each, dtype=jnp.int32) + first
-        columns = columns * twiddles(jnp.arange(n, dtype=jnp.int32), here, length, inverse=inverse, dtype=x.dtype)
+        turned = twiddles(jnp.arange(n, dtype=jnp.int32), here, length, inverse=inverse, dtype=x.dtype)
+        columns = columns * jnp.expand_dims(turned, range(place))
         rows = exchanged(columns).reshape(*batch, n * each)  # one k1, and every j2
         rows = lax.fft(rows, transform.kind, (n * each,))
         made = exchanged(rows.reshape(*batch, n, each))  # k1, and some k2

@@ -158,10 +158,10 @@ class EmbeddingTables:
 
 def _found(part: Any, slots: Any, indices: Any) -> jax.Array:
     """What bags read of one part: ``[batch, pieces, width]``."""
-    tables, firsts, rows, places = (slots[:, i] for i in range(4))
-    inside = jnp.take(indices, tables, axis=1) - firsts[:, None]
-    is_here = (inside >= 0) & (inside < rows[:, None])
-    read = part[jnp.where(is_here, inside + places[:, None], 0)]
+    firsts, rows, places = (slots[None, :, i, None] for i in range(1, 4))
+    inside = jnp.take(indices, slots[:, 0], axis=1) - firsts
+    is_here = (inside >= 0) & (inside < rows)
+    read = part[jnp.where(is_here, inside + places, 0)]
     return jnp.where(is_here[..., None], read, 0).sum(2)
 
 
