@@ -73,6 +73,11 @@ class Options:
         """With the time limit begun, if it has not."""
         return self if self.until is not None else replace(self, until=time.monotonic() + self.time_limit)
 
+    def of_several(self) -> Options:
+        """For one plan of several that share the time: half of the work, and half of the time that is left."""
+        until = None if self.until is None else half_of_time(self.until)
+        return replace(self, time_limit=self.time_limit / 2, until=until)
+
     @property
     def ends(self) -> float:
         """When planning ends, as `time.monotonic` has it; infinite if that is not said."""

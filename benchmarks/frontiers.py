@@ -32,7 +32,9 @@ from workloads import LARGE, SMALL  # noqa: E402
 from autoshard import MemoryLimitError, Plan, fewest_devices, frontier, largest_batch, plan  # noqa: E402
 
 GAP = 0.02  # share by which two searches for the same plan may differ
-BATCH_SECONDS = 600.0  # for all batches together, so that a busy machine decides which is the largest, too
+# Seconds for all plans of a frontier, or of a largest batch: each search then has about the work of planning alone,
+# and a busy machine ends it, too.
+SECONDS_TOGETHER = 600.0
 
 
 def fits(made: Callable[[], Any]) -> bool:
@@ -64,7 +66,7 @@ def row(name: str, sizes: Any, machine: str, axes: dict[str, int], points: int) 
     how["mesh"] = AbstractMesh(tuple(axes.values()), tuple(axes))
     alone = functools.partial(plan, *arguments, **how)
     start = time.process_time()
-    found = frontier(*arguments, points=points, **how)
+    found = frontier(*arguments, points=points, time_limit=SECONDS_TOGETHER, **how)
     took = time.process_time() - start
     free, last = alone(memory="10TiB"), found.limit_of(found.plans[-1])
     ends = found.plans[0].predicted.step_seconds <= free.predicted.step_seconds * (1 + GAP)
@@ -73,7 +75,7 @@ def row(name: str, sizes: Any, machine: str, axes: dict[str, int], points: int) 
     again = [seconds(lambda one=one: alone(memory=found.limit_of(one))) for one in found.plans[1:]]
     ratios = [one.predicted.step_seconds / other for one, other in zip(found.plans[1:], again, strict=True)]
     limit = found.limit_of(found.plans[len(found) // 2])
-    of_batch = largest_batch(*arguments, memory=limit, time_limit=BATCH_SECONDS, **how)
+    of_batch = largest_batch(*arguments, memory=limit, time_limit=SECONDS_TOGETHER, **how)
     rows, batch = of_batch.rows, of_batch.undecided is None and (of_batch.refused or 0) > of_batch.rows
     chip = machine.partition(":")[0]
     few = functools.partial(fewest_devices, *arguments, chip=chip, memory=limit, donate_argnums=0)

@@ -25,6 +25,8 @@ from autoshard.report.units import bytes_text
 from autoshard.tactics import Roles, batch_dim
 from autoshard.user_plan import Plan
 
+QUESTION_SHARE = 0.125  # of the time limit: the work that may be spent on whether one number of rows fits
+
 
 @dataclass(frozen=True)
 class LargestBatch:
@@ -100,17 +102,18 @@ def largest_batch(
     devices = math.prod(given.options.mesh.shape.values())
     step = multiple if multiple is not None else math.lcm(devices, given.options.microbatches or 1)
     _check_rows(step, most)
-    until = given.options.timed().ends
+    until, seconds = given.options.timed().ends, given.options.time_limit
 
     def plan(count: int, gap: float = ANY_GAP) -> Plan | MemoryLimitError | SolverError:
         """A plan on so many multiples, or why there is none: any that fits, if no other gap is said."""
         args, kwargs = join(static, batch.resized(count * step))
         try:
-            sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options).timed(half_of_time(until))
+            sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options)
         except (TypeError, ValueError) as error:  # JAX's, for shapes that do not go together
             raise batch.refusal(given.program, count * step, error) from error
+        share = QUESTION_SHARE if gap == ANY_GAP else 1.0
         try:
-            return sized.within(sized.options.memory, gap).plan
+            return sized.timed(half_of_time(until), share * seconds).within(sized.options.memory, gap).plan
         except (MemoryLimitError, SolverError) as error:
             return error
 

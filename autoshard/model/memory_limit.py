@@ -17,7 +17,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.heap.room_in_results import RoomCut
 from autoshard.model.resharding_memory import Resharding, counted, relieved
 from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
-from autoshard.solver.problem import ForbiddenError, InfeasibleError, Live, Problem, Solution
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Live, Problem, Solution, UndecidedError
 from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.searches.search_run import Search
@@ -28,9 +28,7 @@ RELAXED_SHARE = 0.4  # of the remaining budget, spent with temporaries in result
 RELAXED_ROUNDS = 6  # of solving with more that is known not to lie in results
 MAX_ROUNDS = 8  # A round solves the problem with more reshardings counted.
 ROUND_SHARE = 0.8  # of the remaining budget, spent by one round
-# Share of the budget for all rounds of a search that the user chose, or where results are large. Such a search may
-# spend all that it is given. Lean choices are sought with the rest.
-ROUNDS_SHARE = 0.6
+ROUNDS_SHARE = 0.6  # of the budget, for all rounds of a search that the user chose, or where results are large
 # Values so small that together they fill less than this share of the limit are counted at their largest, whatever
 # their layout: the problem then has far fewer choices that memory couples.
 NEGLIGIBLE_SHARE = 0.005
@@ -124,8 +122,7 @@ class _LimitSearch:
         """What `solve_within` returns."""
         if self.is_loose and (found := self._with_room_elsewhere()) is not None:
             return found
-        best = self._with_reshardings_counted()
-        if best is not None:
+        if (best := self._with_reshardings_counted()) is not None:
             if best.gap <= max(self.gap, LEAN_SEARCH_GAP) or self.budget.interrupted or self.budget.over:
                 return best
             self.budget.needs_choice = False
@@ -210,6 +207,8 @@ class _LimitSearch:
                     continue
                 if not (i or self.is_loose) and isinstance(error, InfeasibleError):
                     self._refuse_if_over(self.exact, error.least - spared)
+                if not (i or self.is_loose) and isinstance(error, UndecidedError):
+                    self.bound = error.bound
                 break
             if not (i or self.is_loose):  # with more counted, it may be that of more than is held
                 self.bound = solution.bound
@@ -261,8 +260,12 @@ class _LimitSearch:
                 needed = min(needed, peak / self.formulation.prices.backend.usable)
                 if fits(peak, self.limit) and (best is None or solution.cost < best.cost):
                     best = solution
-        except (SolverError, KeyboardInterrupt):
-            if best is None:
+                    if self.gap >= ANY_GAP:
+                        break
+        except (SolverError, KeyboardInterrupt) as error:
+            if isinstance(error, UndecidedError):
+                error.bound = max(self.bound, free)
+            if best is None and (needed == math.inf or isinstance(error, KeyboardInterrupt)):
                 raise
         if best is None:
             raise InfeasibleError("the leanest choice is over the limit", limit=self.given, needed=needed)
@@ -406,12 +409,11 @@ def _least_peak(formulation: Formulation, problem: Problem, least: float, budget
         least: bytes: it is proven that its lives hold no less.
         budget: whose clock ends the search for a proof. Its work is not spent, so that what is found later stays.
     """
-    assert formulation.problem.limit is not None, "`solve_within` has asked for it"
+    assert problem.limit is not None, "nothing fits in it"
     low = relieved(problem, formulation.reshardings, formulation.groups, formulation.prices)
     if low is problem:
         return least - PEAK_ROUNDING
-    own = replace(budget.part(PROOF_SHARE), whole=None)
-    limit = formulation.problem.limit * formulation.prices.backend.usable * PROOF_FACTOR + 2 * PEAK_ROUNDING
+    own, limit = replace(budget.part(PROOF_SHARE), whole=None), problem.limit * PROOF_FACTOR + 2 * PEAK_ROUNDING
     try:
         if low is not None:
             solve_for_plan(replace(low, limit=limit), gap=ANY_GAP, time_limit=own.seconds, budget=own)
@@ -474,7 +476,7 @@ def _lean_solutions(
     except InfeasibleError as error:
         least = error
     except SolverError as error:
-        raise SolverError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
+        raise UndecidedError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
     reshardings: dict[Resharding, None] = {}
     last, peak, searched = None, 0.0, (0.0, -1)
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find

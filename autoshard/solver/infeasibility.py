@@ -9,7 +9,7 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver.least_memory import lean, leanest
-from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, UndecidedError
 from autoshard.solver.run import NoChoice, Run
 from autoshard.solver.runtime.clock import TimeUp
 from autoshard.solver.verify import verify
@@ -17,14 +17,14 @@ from autoshard.solver.verify import verify
 EXACT_SHARE = 0.5  # of the time left: what is given to the integer program that finds how much memory would do
 
 
-def late_error(problem: Problem, spent: str) -> SolverError:
+def late_error(problem: Problem, spent: str, bound: float) -> UndecidedError:
     """The error that says that time was too short."""
     message = f"no choice was found in {spent}, nor was it proven that there is none; raise time_limit"
     if problem.limit is None or not problem.lives:
-        return SolverError(message)
+        return UndecidedError(message, bound=bound)
     point, held = _least_held(problem)
     limit = f"the limit is {problem.limit:.0f} bytes; point {point} needs {held:.0f} at least"
-    return SolverError(f"{message} or the memory limit ({limit})")
+    return UndecidedError(f"{message} or the memory limit ({limit})", bound=bound)
 
 
 def infeasible_error(run: Run) -> SolverError:

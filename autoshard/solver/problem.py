@@ -28,6 +28,14 @@ class ForbiddenError(SolverError):
     """Every choice is forbidden."""
 
 
+class UndecidedError(SolverError):
+    """Time ended before a choice was found, or it was proven that there is none."""
+
+    def __init__(self, message: str, *, bound: float = 0.0):
+        super().__init__(message)
+        self.bound = bound  # proven: no choice costs less
+
+
 class InfeasibleError(SolverError):
     """No choice stays within the memory limit. Carries the smallest limit found that some choice meets, in bytes."""
 

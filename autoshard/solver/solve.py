@@ -114,7 +114,8 @@ def solve(
     finally:
         incumbent.disconnect()
     if incumbent.choice is None:
-        raise late_error(problem, f"{time_limit:g} s" if iterations is None else f"{iterations} iterations")
+        spent = f"{time_limit:g} s" if iterations is None else f"{iterations} iterations"
+        raise late_error(problem, spent, incumbent.bound)
     seconds = run.report.finish()
     solution = Solution(incumbent.choice, incumbent.cost, 0.0, "feasible", seconds)
     solution = with_bound(solution, incumbent.bound)

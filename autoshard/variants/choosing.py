@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from autoshard.errors import ConflictError, MemoryLimitError, MicrobatchError, of_least_need
 from autoshard.options import Options
 from autoshard.program import Program
+from autoshard.solver.problem import UndecidedError
 from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
@@ -96,6 +97,7 @@ def fastest(
         CutoffReached: all that fit are proven to take more than is enough.
         MemoryLimitError: no variant fits.
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
+        UndecidedError: none was found to fit in time.
     """
     if given is not None:
         return planned(_given(variants, wishes, given), math.inf)
@@ -172,6 +174,7 @@ class _Search(Generic[Planned]):
         self.best_variant = Variant(wishes.microbatches or 1)  # or the last that was planned, while nothing fits
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
+        self.late: list[UndecidedError] = []  # of the variants of which it was not found in time whether they fit
         self.slow: list[CutoffReached] = []  # what is proven of variants that nobody would want
 
     def fastest(self) -> Planned:
@@ -184,7 +187,9 @@ class _Search(Generic[Planned]):
                 if asked is not None:
                     raise
                 if self.best is None and not self.slow:
-                    raise self.smallest_error from refused
+                    raise self.error from refused
+                break
+            if self.best is None and self.late and time.monotonic() > self.wishes.until:
                 break
             if self.best is not None and not self.may_gain(before):
                 break
@@ -193,7 +198,7 @@ class _Search(Generic[Planned]):
         self.plan_with_shared_trips()
         self.plan_stacked()
         if self.best is None:
-            raise min(self.slow, key=lambda one: one.bound) if self.slow else self.smallest_error
+            raise min(self.slow, key=lambda one: one.bound) if self.slow else self.error
         return proven(self.best, min(self.bounds))
 
     @staticmethod
@@ -201,8 +206,9 @@ class _Search(Generic[Planned]):
         return min((one.bound for one in slow), default=math.inf)
 
     @property
-    def smallest_error(self) -> MemoryLimitError:
-        return of_least_need(self.errors, self.wishes.until)
+    def error(self) -> UndecidedError | MemoryLimitError:
+        """Why nothing is planned: of some variants it is not known whether they fit, or none does."""
+        return self.late[0] if self.late else of_least_need(self.errors, self.wishes.until)
 
     def may_gain(self, before: Planned | None) -> bool:
         """Whether still more microbatches may be faster: memory binds, and the last doubling has gained."""
@@ -279,6 +285,10 @@ class _Search(Generic[Planned]):
             found = self.planned(self.variants.program(variant), enough)
         except MemoryLimitError as error:
             self.errors.append(error)
+            return None
+        except UndecidedError as late:
+            self.late.append(late)
+            self.bounds.append(late.bound)
             return None
         except CutoffReached as slow:
             self.slow.append(slow)

@@ -127,8 +127,10 @@ class OpenChoice(Generic[Planned]):
         return replace(made.plan, memory=self.options.memory)
 
     def _chosen(self, options: Options, wishes: Wishes, before: PlansByProgram, enough: float = math.inf) -> Planned:
+        is_rewritten = wishes.may_rewrite(self.variants, Variant(wishes.microbatches or 1))
+
         def plan(program: Program, best: float) -> Planned:
-            made = self.plan(program, options, best, before)
+            made = self.plan(program, options.of_several() if is_rewritten else options, best, before)
             peak = made.plan.predicted.peak_bytes
             if options.memory != self.options.memory and peak > wishes.memory * (1 + 1e-6):  # of what is to stay free
                 needed = peak / options.backend.usable

@@ -10,8 +10,11 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard import planning
 from autoshard.batching import boundary
 from autoshard.batching.rewriting import BatchedFunctions
+from autoshard.errors import SolverError
+from autoshard.solver.problem import UndecidedError
 from autoshard.tactics import DataParallel, ZeRO
 
 RNG = np.random.default_rng(0)
@@ -241,6 +244,27 @@ def test_tactics_hold_in_stacks(unrolled_muon, monkeypatch):
     weights = [one.spec for one in stacked.arguments if one.name.startswith("state/0")]
     assert weights == [P(("data", "model"))] * 6
     assert weights == [one.spec for one in written.arguments if one.name.startswith("state/0")]
+
+
+def test_stacks_are_planned_though_it_is_not_known_in_time_whether_the_step_as_written_fits(unrolled_muon, monkeypatch):
+    """All variants share the time, and what is proven of the one that is late is proven of all."""
+    step, arguments, options = unrolled_muon
+    honest, limits, bound = planning.solve_within, [], 1e-4
+
+    def solve_within(formulation, time_limit, *how):
+        limits.append(time_limit)
+        if is_late(formulation.program):
+            raise UndecidedError("none was found in time", bound=bound)
+        return honest(formulation, time_limit, *how)
+
+    monkeypatch.setattr(planning, "solve_within", solve_within)
+    is_late = lambda program: not program.stacked  # noqa: E731
+    plan = autoshard.plan(step, *arguments, **options, time_limit=20)
+    assert "in a stack of 8" in plan.warnings[0] and plan.bound == bound < plan.cost
+    assert len(limits) > 1 and set(limits) == {10.0}
+    is_late = lambda program: True  # noqa: E731
+    with pytest.raises(SolverError, match="none was found in time"):
+        autoshard.plan(step, *arguments, **options)
 
 
 def test_runs_and_is_given_again(tmp_path):

@@ -15,6 +15,7 @@ from autoshard.frontiers import search
 from autoshard.frontiers.devices import machine_of
 from autoshard.frontiers.traced_step import TracedStep
 from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.model.memory_limit import ANY_GAP
 from autoshard.report.units import bytes_text
 
 MODEL = mlp.make(layers=2, width=64, batch=64, bias=False)
@@ -135,6 +136,19 @@ def test_rows_and_devices_that_are_not_decided_in_time_count_as_no_fit(monkeypat
     assert autoshard.fewest_devices(product, *FEW, most=4, **given).mesh.size == 4
     with pytest.raises(SolverError):
         autoshard.fewest_devices(product, *FEW, most=2, **given)
+
+
+def test_each_number_of_rows_is_asked_about_with_a_share_of_the_work(monkeypatch):
+    """So one that is hard to refuse leaves time for the others."""
+    within, asked = TracedVariants.within, []
+
+    def noted(step, memory, gap=0.0):
+        asked.append((gap, step.options.time_limit))
+        return within(step, memory, gap)
+
+    monkeypatch.setattr(TracedVariants, "within", noted)
+    autoshard.largest_batch(product, *FEW, memory="72KiB", multiple=64, **GIVEN | {"time_limit": 8})
+    assert dict(asked) == {ANY_GAP: 1.0, 0.0: 8.0} and asked[-1][0] == 0.0 and len(asked) > 3
 
 
 def scaled(rate, w, kind, *, x):

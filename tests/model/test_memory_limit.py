@@ -19,7 +19,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.xla.backends import CPU, V5E
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, Solution, UndecidedError
 from autoshard.solver.runtime.budget import QUIET_SHARE, Budget
 from autoshard.solver.verify import fits, verify
 
@@ -260,6 +260,19 @@ def test_no_lean_choice_in_time_says_what_to_do(monkeypatch):
         solve_within(formulation_of("two layers", 1e9), 3.0)
 
 
+def test_what_is_not_decided_in_time_has_the_bound_of_the_first_search(monkeypatch):
+    """That search counts no more than is held; those with more counted prove nothing."""
+    bounds = iter((0.5, 0.7, 0.9))
+
+    def slow(problem, **keywords):
+        raise UndecidedError("not found in time", bound=next(bounds, 1.1))
+
+    monkeypatch.setattr(memory_limit, "solve_for_plan", slow)
+    with pytest.raises(UndecidedError) as error:
+        solve_within(formulation_of("two layers", 1e9), SECONDS)
+    assert error.value.bound == 0.5
+
+
 def test_what_is_wholly_forbidden_says_so():
     formulation = formulation_of("one layer", 1e9)
     nothing = replace(formulation, problem=formulation.problem.restrict({0: []}))
@@ -404,3 +417,37 @@ def test_temporaries_fill_the_chip_and_no_more(monkeypatch):
     )
     with pytest.raises(autoshard.MemoryLimitError, match=r"^no sharding was found that fits"):
         planned_newton_schulz(memory=free.predicted.peak_bytes)
+
+
+def test_any_lean_choice_that_fits_is_enough_where_any_does(monkeypatch):
+    formulation, asked = formulation_of("two layers", 1e9), []
+    best = solve_within(formulation, SECONDS)
+
+    def slow(problem, **keywords):
+        raise SolverError("not found in time")
+
+    def lean(*args):
+        for cost in (3.0, 2.0):
+            asked.append(cost)
+            yield replace(best, cost=cost * best.cost), formulation.peak_bytes(best.choice)
+
+    monkeypatch.setattr(memory_limit, "solve_for_plan", slow)
+    monkeypatch.setattr(memory_limit, "_lean_solutions", lean)
+    assert solve_within(formulation, SECONDS, gap=memory_limit.ANY_GAP).cost == 3 * best.cost and asked == [3.0]
+    assert solve_within(formulation, SECONDS).cost == 2 * best.cost and asked == [3.0, 3.0, 2.0]
+
+
+def test_what_is_known_to_be_needed_is_said_though_time_is_up(monkeypatch):
+    """A second kind of lean choices was not found in time: the first says what would do."""
+
+    def lean(formulation, one, *how):
+        if one[1]:
+            raise SolverError("not found in time")
+        yield Solution(random_choices(formulation, 1)[0], 1.0, 0.0, "feasible"), 5_000
+
+    formulation = replace(on_chip(), problem=replace(on_chip().problem, limit=1.0))
+    monkeypatch.setattr(memory_limit, "_solved", lambda *args, **keywords: lean(None, (None, 1.0)).__next__())
+    monkeypatch.setattr(memory_limit, "_lean_solutions", lean)
+    with pytest.raises(InfeasibleError) as error:
+        solve_within(formulation, SECONDS)
+    assert error.value.needed == 5_000 / V5E.usable
