@@ -78,7 +78,7 @@ class Value:
     @cached_property
     def itemsize(self) -> int:
         """Bytes per element, PRNG keys included."""
-        return self.bytes // math.prod(self.shape) if self.bytes else self.dtype.itemsize
+        return self.bytes // math.prod(self.shape) if self.bytes else self.dtype.itemsize or 1
 
     @property
     def from_outside(self) -> bool:

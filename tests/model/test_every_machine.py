@@ -1,12 +1,14 @@
 """What every primitive's programs need is known of every machine: none ends in an error that is not ours."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from cases import CASES
 from executed import gradient_of
 from jax.sharding import AbstractMesh
+from oracles import mesh_of
 
-from autoshard import plan
+from autoshard import autoshard, plan
 from autoshard.errors import AutoshardError
 from autoshard.model.xla import sums
 
@@ -64,3 +66,22 @@ def test_equations_without_results_are_caught(monkeypatch):
     assert not faults("v5e:2x4", [printed])
     monkeypatch.setattr(sums, "_only_reorders", lambda equation: equation.outputs[0].shape == ())
     assert faults("v5e:2x4", [printed])
+
+
+def by_number_and_integer(x, n):
+    """The gradient, and the derivative by integers, which is of a dtype that has no values."""
+    return jax.vjp(lambda x, n: jnp.where(n > 2, x, 0.0).sum(), x, n)[1](jnp.float32(1))
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_derivatives_by_integers_are_planned(machine):
+    shapes = jax.ShapeDtypeStruct((64,), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    made = plan(by_number_and_integer, *shapes, mesh=AbstractMesh((8,), ("x",)), topology=machine)
+    assert made.status == "optimal" and made.predicted.step_seconds > 0
+
+
+def test_derivatives_by_integers_are_those_of_one_device():
+    args = jnp.ones(64), jnp.arange(64)
+    found, expected = autoshard(by_number_and_integer, mesh=mesh_of({"x": 8}))(*args), by_number_and_integer(*args)
+    assert found[1].dtype == expected[1].dtype == jax.dtypes.float0 and found[1].shape == (64,)
+    assert (found[0] == expected[0]).all()

@@ -193,7 +193,10 @@ def _ones(program: Program) -> set[int]:
 
 
 def _is_one(value: Value | np.ndarray, ones: Container[int]) -> bool:
-    return value.id in ones if isinstance(value, Value) else value.shape == () and bool(value == 1)
+    if isinstance(value, Value):
+        return value.id in ones
+    is_number = value.shape == () and value.dtype.names is None  # derivatives by integers are of a dtype without values
+    return is_number and bool(value == 1)
 
 
 def _is_idle(group: Group, users: Sequence[Group], ones: Container[int], backend: Backend) -> bool:
