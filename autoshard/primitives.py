@@ -61,13 +61,13 @@ def facts_of(primitive: str) -> Facts:
     return PRIMITIVES.get(primitive, _UNKNOWN)
 
 
-def sets_updates(params: Mapping[str, Any]) -> bool:
-    """Whether a `scatter` with these parameters puts its updates where it writes.
+def applies_function(primitive: str, params: Mapping[str, Any]) -> bool:
+    """Whether it is a `scatter` that puts a function of what lies where it writes, as `x.at[i].apply(f)` is.
 
-    `x.at[i].apply(f)` is a `scatter` that puts a function of what lies there, and reads no update.
+    Any other `scatter` puts its updates.
     """
-    update = params.get("update_jaxpr")
-    return update is None or (not update.eqns and list(update.outvars) == [update.invars[1]])
+    update = params.get("update_jaxpr") if primitive == "scatter" else None
+    return update is not None and (bool(update.eqns) or list(update.outvars) != [update.invars[1]])
 
 
 def primitives_where(fact: Callable[[Facts], bool]) -> frozenset[str]:

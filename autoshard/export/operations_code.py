@@ -33,7 +33,7 @@ from autoshard.jaxprs import (
     public_primitives,
 )
 from autoshard.operations.primitive import OPERATION, evaluated
-from autoshard.primitives import sets_updates
+from autoshard.primitives import applies_function
 from autoshard.program.explicit import open_axes
 from autoshard.program.user_code import source_of
 
@@ -186,7 +186,7 @@ class _Writer:
             return {}
         if name in ("random_wrap", "random_seed"):
             return {"impl": literal(params["impl"].name)}
-        if name == "scatter" and not sets_updates(params):
+        if applies_function(name, params):
             raise _refusal(eqn, "it applies a function")
         if name.startswith("scatter"):
             params = {key: params[key] for key in _SCATTERS}

@@ -30,10 +30,9 @@ class Batch:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return _of_rows(leaf, self.padded)
-        more = self.padded - self.rows, *leaf.shape[1:]
-        if isinstance(leaf, np.ndarray):
-            return np.concatenate([leaf, np.zeros(more, leaf.dtype)])
-        return jnp.concatenate([leaf, jnp.zeros(more, leaf.dtype)])  # keys of random numbers, too
+        arrays: Any = np if isinstance(leaf, np.ndarray) else jnp
+        more = arrays.zeros((self.padded - self.rows, *leaf.shape[1:]), leaf.dtype)  # keys of random numbers, too
+        return arrays.concatenate([leaf, more])
 
     def one_row_less(self, types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """The types of arguments whose batch has a row less, by which a trace shows where rows are counted.

@@ -55,9 +55,7 @@ class PaddedStages(PaddedFunction[Parameters, Result]):
 
     def _staged(self, fn: Any, best: Any, asked: Any) -> Any:
         how: dict[str, Any] = {"options": self._options, "jit_keywords": self._given_keywords}
-        if self._request is None:
-            return best(fn, **how)
-        return asked(fn, **how, request=self._request, given=self._given_stages)
+        return _of_kind(best, asked, fn, self._request, self._given_stages, **how)
 
     def _on_padded_batch(self, step: Any) -> ShardedFunction[..., Any]:
         made: ShardedFunction[..., Any] = self._staged(step, _BestStages, _AskedStages)
@@ -117,6 +115,12 @@ def staged(
     """
     if pad is not None:
         return PaddedStages(fn, request=request, given=given, **said)
-    if request is None:
-        return AutomaticPipeline(fn, **said)
-    return StagedFunction(fn, request=request, given=given, **said)
+    made: ShardedFunction[Parameters, Result] = _of_kind(AutomaticPipeline, StagedFunction, fn, request, given, **said)
+    return made
+
+
+def _of_kind(
+    best: Any, asked: Any, fn: Any, request: PipelineRequest | None, given: PipelinePlan | None, **how: Any
+) -> Any:
+    """A function in the stages that are asked for, of one class, or in the best ones, of the other."""
+    return best(fn, **how) if request is None else asked(fn, request=request, given=given, **how)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.primitives import facts_of, sets_updates
+from autoshard.primitives import applies_function, facts_of
 from autoshard.program import Equation, Value
 
 Operand = Value | np.ndarray
@@ -187,7 +187,7 @@ def _put(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     numbers = equation.params["dimension_numbers"]
     if len(indices.shape) != 1 or numbers.operand_batching_dims or not _has_all_dims(array, known):
         return []
-    if equation.primitive == "scatter" and not sets_updates(equation.params):
+    if applies_function(equation.primitive, equation.params):
         return []
     window = [dim for dim in range(len(array.shape)) if dim not in numbers.inserted_window_dims]
     shape = shape_in(update.shape, window, len(array.shape))

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
 from autoshard.microbatches.proof import equation_of
-from autoshard.primitives import sets_updates
+from autoshard.primitives import applies_function
 from autoshard.propagation.registry import has_rule, rule_of
 from autoshard.recognition.bodies import Body, Tree
 from autoshard.recognition.experts.sortings import Index, Sorting
@@ -246,7 +246,7 @@ def adds_rows(eqn: JaxprEqn) -> bool:
     numbers, shape = eqn.params["dimension_numbers"], aval_of(eqn.invars[0]).shape
     many = len(aval_of(eqn.invars[2]).shape)
     return (
-        (eqn.primitive.name != "scatter" or sets_updates(eqn.params))
+        not applies_function(eqn.primitive.name, eqn.params)
         and numbers.scatter_dims_to_operand_dims == (0,)
         and numbers.inserted_window_dims == (0,)
         and not numbers.operand_batching_dims
