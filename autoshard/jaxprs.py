@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -484,12 +485,14 @@ def is_array(aval: Any) -> bool:
     return isinstance(aval, jax.core.ShapedArray)
 
 
-def key_bytes(aval: Any) -> int | None:
-    """Bytes of an array of PRNG keys; None for any other array."""
-    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return None
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return words.size * words.dtype.itemsize
+def array_bytes(aval: Any) -> int:
+    """Bytes of a whole array of this type, or like a `jax.ShapeDtypeStruct`; 0 of what is no array."""
+    if not is_array(aval) and not isinstance(aval, jax.ShapeDtypeStruct):
+        return 0
+    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):  # of PRNG keys, and of flax's float8 layers
+        return math.prod(aval.shape) * array_bytes(aval.dtype._rules.physical_element_aval(aval.dtype))
+    # XLA has booleans for derivatives by integers, which have no bytes in NumPy.
+    return math.prod(aval.shape) * (int(aval.dtype.itemsize) or 1)
 
 
 def as_function(closed: ClosedJaxpr) -> Callable[..., list[Any]]:

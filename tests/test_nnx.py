@@ -231,6 +231,73 @@ def test_split_modules():
     assert sharded(sgd)(model, X) < second
 
 
+def test_states_are_values_as_under_jit():
+    def step(graph, state, x):
+        model, optimizer = nnx.merge(graph, state)
+        gradients = nnx.grad(loss_of)(model, x)
+        optimizer.update(model, gradients)
+        return nnx.state((model, optimizer)), {"before": state, "norm": optax.tree.norm(gradients)}
+
+    model = linear()
+    graph, state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))
+    best = state  # kept by the caller's loop, and not to change while it goes on
+    found = {}
+    for name, run in (("jit", jax.jit(step, static_argnums=0)), ("ours", sharded(step, static_argnums=0))):
+        states = [state]
+        for _ in range(3):
+            after, other = run(graph, states[-1], X)
+            states.append(after)
+            assert other["before"] is not states[-2]
+        found[name] = [*states, other]
+    assert_same(found["jit"], found["ours"])
+    assert_same(model, linear())
+    assert state is best and found["ours"][1] is not found["ours"][2]
+    plan = sharded(step, static_argnums=0).plan(graph, state, X)
+    assert [argument.name for argument in plan.arguments][:2] == ["state/0/bias", "state/0/kernel"]
+
+
+def test_a_module_beside_its_own_state():
+    def step(model, state, x):
+        loss = sgd(model, x)
+        distance = sum(jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (nnx.state(model), state))))
+        return loss, distance, state
+
+    model = linear()
+    start = nnx.state(model)  # its variables are those of the model
+    _, first, _ = sharded(step)(model, start, X)
+    assert first > 0
+    state = nnx.state(nnx.clone(model))
+    loss, distance, returned = sharded(step)(model, state, X)
+    assert distance > 0 and returned is not state
+    assert_same(returned, state)
+
+
+def test_containers_in_variables_that_a_step_fills():
+    class Counting(nnx.Module):
+        def __init__(self):
+            self.seen = nnx.BatchStat({"steps": jnp.zeros(())})
+
+        def __call__(self, x):
+            value = self.seen.get_raw_value()
+            value["steps"] = value["steps"] + 1
+            value["last"] = jnp.sum(x)
+            return x
+
+    def found(decorate):
+        model = Counting()
+        results = [decorate(lambda model, x: model(x))(model, X) for _ in range(2)]
+        return results, model.seen.get_raw_value()
+
+    assert_same(found(nnx.jit), found(sharded))
+
+
+def test_a_hijax_variable_is_refused():
+    with pytest.warns(DeprecationWarning):
+        model = nnx.vars_as(linear(), hijax=True)
+    with pytest.raises(ArgumentError, match=r"hijax=True, of the array float32\[.*with_vars\(module, hijax=False\)"):
+        sharded(loss_of)(model, X)
+
+
 @pytest.mark.parametrize("donated", [0, (0, 1)], ids=["one", "both"])
 def test_a_clone_shares_arrays_that_are_donated(donated):
     def step(model, target, x):

@@ -157,8 +157,7 @@ class StagesOnMesh:
             if is_stack:
                 layout = ((axis,), *layout[1:])
             parts = math.prod(shards(axes, sizes) for axes in layout)
-            size = math.prod(value.shape) * int(getattr(value.dtype, "itemsize", 4))
-            return PlacedArray(name, tuple(value.shape), str(value.dtype), layout, size // parts)
+            return PlacedArray(name, tuple(value.shape), str(value.dtype), layout, value.bytes // parts)
 
         arguments = tuple(
             placed(value.name, value, piece_of.get(i, Key("argument", i)), i in piece_of)

@@ -6,7 +6,6 @@ literal that holds an array. XLA would copy such a constant whole to every devic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from autoshard.jaxprs import (
     JaxprEqn,
     Literal,
     Var,
+    array_bytes,
     called_jaxpr,
     capturing_call,
     equations_of,
@@ -230,4 +230,4 @@ def _taking(found: _CapturingJaxpr, keys: Sequence[Hashable], like: Sequence[Var
 def _is_large(const: Any, aval: Any) -> bool:
     if isinstance(const, jax.core.Tracer) or not isinstance(const, jax.Array | np.ndarray) or not is_array(aval):
         return False
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) >= LEAST_ARGUMENT_BYTES
+    return array_bytes(aval) >= LEAST_ARGUMENT_BYTES

@@ -16,8 +16,9 @@ from typing import Any, Self
 import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jax.tree_util import DictKey, PyTreeDef, SequenceKey, tree_flatten_with_path
+from jax.tree_util import DictKey, PyTreeDef, SequenceKey, tree_flatten_with_path, treedef_tuple
 
+from autoshard.errors import ArgumentError
 from autoshard.program.signature import Arguments, static_places
 from autoshard.program.trees import Box, FlatObject, Tree
 
@@ -27,6 +28,11 @@ _Path = tuple[Any, ...]
 def is_module(node: Any) -> bool:
     """Whether nnx follows references to it: a module, an optimizer, a metric, Rngs, a Variable."""
     return nnx.graph.is_graph_node(node)
+
+
+def _is_item(node: Any) -> bool:
+    """Whether a call takes it apart as a whole: a module, or a state, which is a value as under `jax.jit`."""
+    return isinstance(node, nnx.State) or is_module(node)
 
 
 def with_flat_modules(tree: Any) -> Any:
@@ -73,7 +79,7 @@ class ModuleChanges:
     keeps_graphs: bool  # whether these are as they were, and hold arrays in variables alone
     items: tuple[nnx.GraphDef | None, ...]  # of what the step returned; None: it is no module
     result: PyTreeDef  # of these items
-    values: PyTreeDef  # of what all graphs and items hold
+    values: PyTreeDef  # of what all graphs hold, and of what all items hold
     order: tuple[int | None, ...]  # per leaf of `values`, which source it is; None: static
     static: tuple[tuple[int, Any], ...]  # per static leaf of `values`, its place and what it is
     takes_static: bool  # whether leaves of the arguments outside of modules are no arrays
@@ -92,8 +98,8 @@ class ModuleArguments:
     @classmethod
     def of(cls, dynamic: Arguments) -> Self | None:
         """None if there are no modules among them."""
-        items, tree = jax.tree.flatten(dynamic, is_leaf=is_module)
-        if not any(map(is_module, items)):
+        items, tree = jax.tree.flatten(dynamic, is_leaf=_is_item)
+        if not any(map(_is_item, items)):
             return None
         with nnx.update_context("autoshard"):  # takes what nnx.cached_partial hands on to the next transformation
             return cls(items, tree)
@@ -101,7 +107,7 @@ class ModuleArguments:
     def __init__(self, items: list[Any], tree: PyTreeDef) -> None:
         """
         Args:
-            items: the leaves of `tree`: modules, and leaves outside of modules.
+            items: the leaves of `tree`: modules, states, and leaves outside of both.
         """
         self._items, self._tree = items, tree
         self._references = nnx.graph.RefMap()
@@ -156,7 +162,7 @@ class ModuleArguments:
         """Index of an array -> the PartitionSpec in the metadata of its variable, logical names resolved."""
         static = {place for place, _ in self._static}
         found, index, place = {}, 0, 0
-        for holder, value in _Flat.of(self._items, nnx.graph.RefMap()).held:
+        for holder, value in itertools.chain(*_Flat.of(self._items, nnx.graph.RefMap()).held):
             spec = _spec_of(holder)
             for _ in jax.tree.leaves(value):
                 if place not in static:
@@ -203,8 +209,7 @@ class ModuleArguments:
         leaves = [None if source is None else sources[source] for source in changes.order]
         for place, value in changes.static:
             leaves[place] = value
-        values = jax.tree.unflatten(changes.values, leaves)
-        inside, returned = values[: len(changes.graphs)], values[len(changes.graphs) :]
+        inside, returned = jax.tree.unflatten(changes.values, leaves)
         ours = nnx.graph.IndexMap.from_refmap(self._references)
         if changes.keeps_graphs:
             made = ours
@@ -227,9 +232,10 @@ class _Flat:
     """Modules, and other leaves, as flat lists."""
 
     graphs: list[Any]  # per item; None: it is no module
-    values: list[Any]  # per item what it holds
-    keys: list[_Path]  # per leaf of the values, the index of its item and the keys from the item on
-    held: list[tuple[Any, Any]]  # what holds a value, a variable or the item itself, and the value
+    leaves: list[Any]  # of what all items hold, as it was then: a step may change containers in variables
+    values: PyTreeDef  # of these leaves
+    keys: list[_Path]  # per leaf, the index of its item and the keys from the item on
+    held: list[list[tuple[Any, Any]]]  # per item, what holds a value, a variable or the item itself, and the value
 
     @classmethod
     def of(cls, items: Sequence[Any], references: Any, outer: Any = None) -> _Flat:
@@ -238,7 +244,7 @@ class _Flat:
             references: module or variable -> its number; those in `items` are added.
             outer: the same for the caller's, of which the items are made.
         """
-        made = cls([], [], [], [])
+        graphs, values, all_held, keys = [], [], [], list[_Path]()
         for number, item in enumerate(items):
             graph: nnx.GraphDef | None = None
             paths: list[_Path] = [()]
@@ -246,18 +252,21 @@ class _Flat:
             if is_module(item):
                 graph, state = nnx.flatten(item, ref_index=references, ref_outer_index=outer, graph=True)
                 paths, held = list(map(_keys, state.paths)), [(holder, _value(holder)) for holder in state.leaves]
-            made.graphs.append(graph)
-            made.values.append([value for _, value in held] if is_module(item) else item)
+            elif isinstance(item, nnx.State):
+                listed, _ = tree_flatten_with_path(item, is_leaf=is_module)
+                paths, held = [path for path, _ in listed], [(holder, _value(holder)) for _, holder in listed]
+            graphs.append(graph)
+            values.append([value for _, value in held] if is_module(item) else item)
             for path, (_, value) in zip(paths, held, strict=True):
-                made.keys.extend((number, *path, *below) for below, _ in tree_flatten_with_path(value)[0])
-            made.held.extend(held)
-        return made
+                keys.extend((number, *path, *below) for below, _ in tree_flatten_with_path(value)[0])
+            all_held.append(held)
+        leaves, structure = jax.tree.flatten(values)
+        return cls(graphs, leaves, structure, keys, all_held)
 
     def is_like(self, other: _Flat) -> bool:
         """Whether both hold the same, in the same variables and in nothing else."""
-        structures: list[PyTreeDef] = [jax.tree.structure(flat.values) for flat in (self, other)]
-        in_variables = all(isinstance(holder, nnx.Variable) for holder, _ in other.held)
-        return self.graphs == other.graphs and structures[0] == structures[1] and in_variables
+        in_variables = all(isinstance(holder, nnx.Variable) for held in other.held for holder, _ in held)
+        return self.graphs == other.graphs and self.values == other.values and in_variables
 
 
 class TracedModules:
@@ -272,14 +281,14 @@ class TracedModules:
         """
         self.arguments: Arguments = jax.tree.unflatten(tree, items)
         self._tree, self._items, self._tracers, self._outer = tree, items, tracers, outer
-        listed, _ = tree_flatten_with_path(self.arguments, is_leaf=is_module)
+        listed, _ = tree_flatten_with_path(self.arguments, is_leaf=_is_item)
         self._modules = [item for _, item in listed if is_module(item)]
         self._places = [path[1:] for path, item in listed if is_module(item)]
         self._before = _Flat.of(self._modules, nnx.graph.RefMap(), outer)
 
     def replaced(self) -> list[tuple[_Path, Any]]:
         """Arrays that the step has put into containers of its own, outside of modules, with their key paths."""
-        after, _ = tree_flatten_with_path(self.arguments, is_leaf=is_module)
+        after, _ = tree_flatten_with_path(self.arguments, is_leaf=_is_item)
         pairs = zip(after, self._items, strict=False)
         return [(path, leaf) for (path, leaf), old in pairs if leaf is not old and not is_module(leaf)]
 
@@ -289,11 +298,13 @@ class TracedModules:
         modules = _Flat.of(self._modules, references, self._outer)
         listed, structure = tree_flatten_with_path(result, is_leaf=is_module)
         items = _Flat.of([item for _, item in listed], references, self._outer)
-        leaves, values = jax.tree.flatten([*modules.values, *items.values])
+        leaves = [*modules.leaves, *items.leaves]
+        values = treedef_tuple((modules.values, items.values))
         static = static_leaves(values, leaves)
         skipped = {place for place, _ in static}
+        beside = [item for item in self._items if not is_module(item)]
         arguments = {id(tracer): i for i, tracer in enumerate(self._tracers)}
-        before = dict(zip(self._before.keys, jax.tree.leaves(self._before.values), strict=True))
+        before = dict(zip(self._before.keys, self._before.leaves, strict=True))
         paths = [(*self._places[number], *keys) for number, *keys in modules.keys]
         paths += [(*listed[number][0], *keys) for number, *keys in items.keys]
 
@@ -331,7 +342,7 @@ class TracedModules:
             values=values,
             order=tuple(order),
             static=static,
-            takes_static=any(not is_module(item) and id(item) not in arguments for item in self._items),
+            takes_static=any(id(leaf) not in arguments for leaf in jax.tree.leaves(beside)),
             in_place=in_place,
             untouched=frozenset(untouched),
             kept=frozenset(i for i in untouched if not isinstance(self._modules[owners[i]], nnx.Variable)),
@@ -352,27 +363,41 @@ def _results_first(order: Sequence[int | None], arguments: int, results: int) ->
 
 
 def _shown(
-    tree: PyTreeDef, items: Sequence[Any], held: Sequence[tuple[Any, Any]], numbers: Iterator[int | None]
+    tree: PyTreeDef, items: Sequence[Any], held: Sequence[Sequence[tuple[Any, Any]]], numbers: Iterator[int | None]
 ) -> Tree:
     """A pytree with these items, as its author sees it.
 
     Args:
-        held: what holds values, and these, as `_Flat` has them.
+        held: what holds values, and these, as `_Flat` has them: last those of the items.
         numbers: per leaf of these values, which array it is.
     """
-    known: dict[int, list[Any]] = {}
-    for holder, value in held:
+
+    def indices_of(value: Any) -> Any:
         structure: PyTreeDef = jax.tree.structure(value)
-        indices = jax.tree.unflatten(structure, list(itertools.islice(numbers, structure.num_leaves)))
-        known.setdefault(id(holder), []).append(indices)
+        return jax.tree.unflatten(structure, list(itertools.islice(numbers, structure.num_leaves)))
+
+    placed = [[(holder, indices_of(value)) for holder, value in one] for one in held]
+    of_items = placed[len(placed) - len(items) :]
+    known: dict[int, list[Any]] = {}  # states aside, which may hold variables of modules with other arrays
+    for item, one in zip([None] * (len(placed) - len(items)) + list(items), placed, strict=True):
+        for holder, indices in () if isinstance(item, nnx.State) else one:
+            known.setdefault(id(holder), []).append(indices)
 
     def indices_in(holder: Any) -> Any:
         visits = known[id(holder)]  # a variable is visited once, an array as often as modules hold it
         return visits.pop(0) if len(visits) > 1 else visits[0]
 
-    return Tree.of_indices(
-        jax.tree.unflatten(tree, [_alone(item, indices_in) if is_module(item) else indices_in(item) for item in items])
-    )
+    def of_item(item: Any, one: Sequence[tuple[Any, Any]]) -> Any:
+        if isinstance(item, nnx.State):
+            inside = (indices for _, indices in one)
+            return jax.tree.map(
+                lambda node: _alone(node, lambda _: next(inside)) if is_module(node) else next(inside),
+                item,
+                is_leaf=is_module,
+            )
+        return _alone(item, indices_in) if is_module(item) else indices_in(item)
+
+    return Tree.of_indices(jax.tree.unflatten(tree, map(of_item, items, of_items)))
 
 
 def static_leaves(structure: PyTreeDef, leaves: Sequence[Any]) -> tuple[tuple[int, Any], ...]:
@@ -404,6 +429,11 @@ def _spec_of(holder: Any) -> PartitionSpec | None:
     """What a variable wishes for; None if it has no wish."""
     if not isinstance(holder, nnx.Variable):
         return None
+    if getattr(holder, "hijax", False):
+        raise ArgumentError(
+            f"a module among the arguments has a variable with hijax=True, of the array {jax.typeof(holder.get_value())}:"
+            " what a step writes into it is no result of the step. Pass nnx.with_vars(module, hijax=False)."
+        )
     spec = nnx.get_partition_spec(holder).get_raw_value()
     return spec if isinstance(spec, PartitionSpec) and len(spec) else None
 

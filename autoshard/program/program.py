@@ -77,8 +77,8 @@ class Value:
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes per element, PRNG keys included."""
-        return self.bytes // math.prod(self.shape) if self.bytes else self.dtype.itemsize or 1
+        """Bytes per element, PRNG keys included; 1 of what is no array, and of arrays without elements."""
+        return self.bytes // math.prod(self.shape) if self.bytes else getattr(self.dtype, "itemsize", 0) or 1
 
     @property
     def from_outside(self) -> bool:

@@ -18,14 +18,13 @@ from autoshard.jaxprs import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    array_bytes,
     called_jaxpr,
     called_operands,
     equations_of,
     guards,
     implementation_of,
-    is_array,
     is_kernel,
-    key_bytes,
     on_host,
     scan_counts,
 )
@@ -121,7 +120,7 @@ class Reader:
         shape, dtype, is_on_host = kind_of(aval)
         at = at or _Place((), 1, None)
         where = at.source, at.trips, is_on_host, at.guessed, is_known
-        made = Value(len(self.values), shape, dtype, _bytes_of(aval), name, *where)
+        made = Value(len(self.values), shape, dtype, array_bytes(aval), name, *where)
         self.values.append(made)
         return made
 
@@ -393,13 +392,3 @@ def _read(env: Mapping, atom: Any) -> Value | np.ndarray:
 
 def _constant(value: Any, dtype: Any = None) -> Any:
     return value if isinstance(value, np.ndarray | jax.Array) else np.asarray(value, dtype)
-
-
-def _bytes_of(aval) -> int:
-    if not is_array(aval):
-        return 0
-    held = key_bytes(aval)
-    if aval.dtype == jax.dtypes.float0:  # of derivatives by integers: XLA has booleans for it
-        return math.prod(aval.shape)
-    size = getattr(aval.dtype, "itemsize", 0)  # extended types that users define have none
-    return math.prod(aval.shape) * size if held is None else held

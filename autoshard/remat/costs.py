@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
-from autoshard.jaxprs import REMAT, JaxprEqn, Literal, aval_of, called_jaxpr, is_array, key_bytes, on_host
+from autoshard.jaxprs import REMAT, JaxprEqn, Literal, array_bytes, aval_of, called_jaxpr, is_array, on_host
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.host import host_seconds
 from autoshard.mesh.topology import Topology
@@ -17,14 +18,6 @@ from autoshard.program import Equation, Value
 from autoshard.program.reader import kind_of
 
 _STATEFUL = frozenset({"rng_uniform"})  # another run makes other numbers
-
-
-def bytes_of(aval: Any) -> int:
-    """Of a whole array; 0 of what is none."""
-    if not is_array(aval):
-        return 0
-    held = key_bytes(aval)
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0) if held is None else held
 
 
 def seconds_again(eqn: JaxprEqn, topology: Topology) -> float:
@@ -46,7 +39,7 @@ def seconds_again(eqn: JaxprEqn, topology: Topology) -> float:
     if inner is not None or name in REMAT:
         return math.inf if inner is None else _sum(inner.jaxpr, topology)
     facts = facts_of(name)
-    made = sum(bytes_of(var.aval) for var in eqn.outvars)
+    made = sum(array_bytes(var.aval) for var in eqn.outvars)
     if facts.is_view or facts.relabels:
         return 0.0
     equation = equation_of(eqn)
@@ -54,12 +47,16 @@ def seconds_again(eqn: JaxprEqn, topology: Topology) -> float:
     return compute_seconds(flops(equation), made, dtype, topology)
 
 
+def is_movable(aval: Any) -> bool:
+    """Whether it is an array in the memory of devices that JAX can put into the host's: of PRNG keys it cannot."""
+    return is_array(aval) and not on_host(aval) and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
 def moving_seconds(aval: Any, runs: int, topology: Topology) -> float:
     """Of taking an array to the host and back so often, on one device that has all of it; infinite if it stays."""
-    is_movable = is_array(aval) and key_bytes(aval) is None and not on_host(aval) and aval.shape
-    if topology.host_bandwidth is None or not is_movable:
+    if topology.host_bandwidth is None or not is_movable(aval) or not aval.shape:
         return math.inf
-    return 2 * runs * host_seconds(bytes_of(aval), topology)
+    return 2 * runs * host_seconds(array_bytes(aval), topology)
 
 
 def _sum(jaxpr: Any, topology: Topology) -> float:
@@ -71,7 +68,7 @@ def equation_of(eqn: JaxprEqn) -> Equation:
 
     def value(aval: Any) -> Value:
         shape, dtype, is_on_host = kind_of(aval)
-        return Value(0, shape, dtype, bytes_of(aval), on_host=is_on_host)
+        return Value(0, shape, dtype, array_bytes(aval), on_host=is_on_host)
 
     inputs = tuple(
         np.asarray(atom.val, aval_of(atom).dtype)

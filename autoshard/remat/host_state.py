@@ -22,18 +22,18 @@ from autoshard.jaxprs import (
     Jaxpr,
     JaxprEqn,
     Var,
+    array_bytes,
     aval_of,
     evaluated,
     has_backward_pass,
     inner_jaxprs,
     is_array,
     is_transposed,
-    key_bytes,
     on_host,
 )
 from autoshard.microbatches.opening import opened
 from autoshard.primitives import facts_of
-from autoshard.remat.costs import bytes_of
+from autoshard.remat.costs import is_movable
 from autoshard.remat.numbering import variables
 from autoshard.report.units import bytes_text
 
@@ -113,7 +113,7 @@ class HostState:
     @property
     def bytes(self) -> float:
         """Of whole arrays that can lie on hosts."""
-        return sum(bytes_of(self.closed.in_avals[i]) for i in self.movable)
+        return sum(array_bytes(self.closed.in_avals[i]) for i in self.movable)
 
     @property
     def remark(self) -> str:
@@ -262,4 +262,4 @@ def _is_pointwise(eqn: JaxprEqn, shape: tuple[int, ...]) -> bool:
 
 def _is_whole_array(aval: Any) -> bool:
     """Whether it is an array of layers in the memory of devices."""
-    return bool(is_array(aval) and len(aval.shape) > 1 and key_bytes(aval) is None and not on_host(aval))
+    return is_movable(aval) and len(aval.shape) > 1

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, evaluated, written_at
+from autoshard.jaxprs import JaxprEqn, Literal, Var, array_bytes, aval_of, evaluated, written_at
 from autoshard.mesh.topology import Topology
 from autoshard.program.user_code import source_of
-from autoshard.remat.costs import Seconds, bytes_of, moving_seconds
+from autoshard.remat.costs import Seconds, moving_seconds
 from autoshard.remat.cuts import Cut, ForwardPass
 from autoshard.remat.numbering import Atom, Loop, needed, variables
 from autoshard.remat.residuals import Residuals
@@ -133,7 +133,7 @@ class LoopPair(Residuals):
                 makers[place[var]] = e
         turns = self.first.length
         return ForwardPass(
-            bytes=tuple(0 if var in self.stacked_anyhow else turns * bytes_of(var.aval) for var in self.values),
+            bytes=tuple(0 if var in self.stacked_anyhow else turns * array_bytes(var.aval) for var in self.values),
             makers=tuple(makers),
             reads=tuple(tuple(place[var] for var in variables(eqn.invars) if var in place) for eqn in self.forward),
             seconds=tuple(turns * self.seconds(eqn) for eqn in self.forward),
@@ -143,7 +143,7 @@ class LoopPair(Residuals):
     def bytes_again(self, cut: Cut) -> float:
         """Of what the backward pass makes again or fetches and reads, in one turn."""
         again = {var for e in cut.again for var in self.forward[e].outvars}
-        return sum(bytes_of(var.aval) for var in {*again.intersection(self.wanted), *self.moved(cut)})
+        return sum(array_bytes(var.aval) for var in {*again.intersection(self.wanted), *self.moved(cut)})
 
     def line_of(self, var: Var) -> str:
         """The user's line that makes a value."""

@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 
-from autoshard.jaxprs import JaxprEqn, Var, evaluated, is_transposed
+from autoshard.jaxprs import JaxprEqn, Var, array_bytes, evaluated, is_transposed
 from autoshard.primitives import Work, facts_of
 from autoshard.program.user_code import source_of
-from autoshard.remat.costs import Seconds, bytes_of
+from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut, ForwardPass
 from autoshard.remat.numbering import LOOPS, needed, variables
 from autoshard.remat.residuals import Residuals
@@ -92,8 +92,8 @@ class StraightPasses:
         for i, eqn in enumerate(self.equations[: self.turning_point]):
             for var in eqn.outvars:
                 if last.get(var, i) > i and var not in self.made_of_nothing:
-                    changes[i + 1] += bytes_of(var.aval)
-                    changes[last[var] + 1] -= bytes_of(var.aval)
+                    changes[i + 1] += array_bytes(var.aval)
+                    changes[last[var] + 1] -= array_bytes(var.aval)
         return list(itertools.accumulate(changes))
 
     @cached_property
@@ -175,7 +175,7 @@ class StraightBlock(Residuals):
                 makers[place[var]] = None if var in self.passed_on else e
         fixed = {id(self.passes.equations[i]) for i in self.passes.fixed}
         return ForwardPass(
-            bytes=tuple(0 if self.is_there(var) else bytes_of(var.aval) for var in self.values),
+            bytes=tuple(0 if self.is_there(var) else array_bytes(var.aval) for var in self.values),
             makers=tuple(makers),
             reads=tuple(tuple(place[var] for var in variables(eqn.invars)) for eqn in self.forward),
             seconds=tuple(math.inf if id(eqn) in fixed else self.passes.seconds(eqn) for eqn in self.forward),

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from autoshard.jaxprs import ClosedJaxpr
+from autoshard.jaxprs import ClosedJaxpr, array_bytes
 from autoshard.stages.roles import total_work
 from autoshard.stages.stacks import Origin
 
@@ -163,8 +163,7 @@ class StagePrograms:
 
     def bytes_of(self, key: Key) -> int:
         """Bytes of one microbatch's value, or of the whole array."""
-        type_ = self.types[key]
-        return int(type_.size) * int(type_.dtype.itemsize)
+        return array_bytes(self.types[key])
 
     @cached_property
     def sends(self) -> Mapping[tuple[int, int], tuple[Key, ...]]:

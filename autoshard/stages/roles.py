@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from autoshard.jaxprs import (
     Jaxpr,
     JaxprEqn,
     Var,
+    array_bytes,
     aval_of,
     called_jaxpr,
     equations_of,
@@ -73,9 +73,8 @@ def total_work(jaxpr: Jaxpr) -> float:
 
 
 def bytes_of(var: Any) -> int:
-    """Bytes of a variable's array; keys count their words as four bytes each."""
-    aval = aval_of(var)
-    return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 4)) if is_array(aval) else 0
+    """Bytes of a variable's array."""
+    return array_bytes(aval_of(var))
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from autoshard.jaxprs import (
     JaxprEqn,
     Literal,
     Var,
+    array_bytes,
     as_function,
     aval_of,
     call_of,
@@ -40,7 +41,6 @@ from autoshard.microbatches.opening import opened
 from autoshard.operations.operation import Operation
 from autoshard.operations.primitive import OPERATION
 from autoshard.propagation.rule import Rule, Shape
-from autoshard.remat.costs import bytes_of
 
 TRIP = "trip"  # the factor of an operation's rule that devices split
 # What says how arrays lie, or is for all devices together.
@@ -108,7 +108,7 @@ class IndependentTrips:
         """Bytes of each device at least, if devices share out the trips: what all trips read, and sums."""
         read = {id(atom): aval_of(atom) for atom in self.eqn.invars[: self.constants]}
         carried = (self.body.in_avals[self.constants + i] for i in range(len(self.carries)))
-        return sum(map(bytes_of, (*read.values(), *carried)))
+        return sum(map(array_bytes, (*read.values(), *carried)))
 
     def call(self) -> JaxprEqn:
         """One equation that computes what the scan does, by an operation that devices may split."""

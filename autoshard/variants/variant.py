@@ -13,12 +13,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 from autoshard.batching.boundary import made_or_none
 from autoshard.batching.rewriting import BatchedFunctions
-from autoshard.jaxprs import ClosedJaxpr
+from autoshard.jaxprs import ClosedJaxpr, array_bytes
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import in_microbatches
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
-from autoshard.remat.costs import bytes_of, moving_seconds
+from autoshard.remat.costs import moving_seconds
 from autoshard.remat.host_state import HostState
 from autoshard.remat.recomputation import Recomputation
 from autoshard.trips.rewriting import ShareableLoops
@@ -182,7 +182,7 @@ class StepVariants:
         found = self.recomputation(variant)
         away = self.movable_state.movable if variant.state_on_hosts else ()
         state = (self._traced.closed.in_avals[i] for i in self._traced.carried if i not in away)
-        return sum(map(bytes_of, state)) + found.held_bytes(found.levels[variant.level])
+        return sum(map(array_bytes, state)) + found.held_bytes(found.levels[variant.level])
 
     @functools.cached_property
     def movable_state(self) -> HostState:

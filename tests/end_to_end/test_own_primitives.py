@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equality import assert_equal
+from flax.linen import fp8_ops
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -98,6 +99,29 @@ def test_a_decorated_function_is_differentiated_by_their_rules():
     sharded = decorated(step, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE))
     assert_equal(jax.grad(sharded)(X), jax.grad(step)(X))
     assert_equal(jax.grad(step)(X), jnp.full_like(X, 3.0))
+
+
+@pytest.mark.parametrize("remat", [None, "auto"])
+def test_a_type_of_their_own(remat):
+    """flax's float8 layers give derivatives a type that is added up by a maximum, in loops, too."""
+
+    def loss(x, scale, history):
+        numbers = [lax.convert_element_type(array, fp8_ops.fp32_max_grad) for array in (scale, history)]
+
+        def rounded(carry, _):
+            return fp8_ops.in_qdq(jnp.float32, jnp.float8_e4m3fn, carry, *numbers) * 1.5, None
+
+        return jnp.sum(lax.scan(rounded, x, length=3)[0] ** 2)
+
+    step = jax.grad(loss, argnums=(0, 1, 2))
+    arguments = X, jnp.ones(1), jnp.zeros(16)
+    sharded = decorated(step, mesh=mesh_of(SHAPE), topology=slow_chips(SHAPE), remat=remat)
+    types = [value for equation in sharded.trace(*arguments).equations for value in equation.outputs]
+    assert {value.itemsize for value in types if "fp8_meta" in str(value.dtype)} == {4}
+    for _ in range(3):
+        ours, theirs = sharded(*arguments), jax.jit(step)(*arguments)
+        assert_equal(ours, theirs)
+        arguments = X, *theirs[1:]
 
 
 def test_opened_primitives_that_are_kept_whole_are_caught(monkeypatch):
