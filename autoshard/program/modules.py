@@ -430,10 +430,9 @@ def _spec_of(holder: Any) -> PartitionSpec | None:
     if not isinstance(holder, nnx.Variable):
         return None
     if getattr(holder, "hijax", False):
-        held = jax.typeof(holder.get_value())
         raise ArgumentError(
-            f"a module among the arguments has a variable with hijax=True, of the array {held}: what a step writes "
-            "into it is no result of the step. Pass nnx.with_vars(module, hijax=False)."
+            "a module among the arguments has variables with hijax=True: what a step writes into them is no result of "
+            "the step. Pass nnx.with_vars(module, hijax=False)."
         )
     spec = nnx.get_partition_spec(holder).get_raw_value()
     return spec if isinstance(spec, PartitionSpec) and len(spec) else None
