@@ -102,10 +102,9 @@ class PlannedStep:
 
     def result(self, flat: FlatCall, placed: Sequence[Any], results: Sequence[Any]) -> Any:
         """What the function returns, once its changes are in the caller's modules."""
-        if flat.modules is None:
+        if self.program.changes is None:
             return self.step.result(results)
-        assert self.program.changes is not None, "tracing with modules records them"
-        return flat.modules.written(self.program.changes, placed, results)
+        return flat.result_of(self.program.changes, placed, results)
 
     def run_compiled(
         self, lowered: LoweredCall, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -272,6 +272,47 @@ def test_a_module_beside_its_own_state():
     assert_same(returned, state)
 
 
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = (nnx.Linear(8, 8, rngs=rngs) for _ in range(2))
+        self.down.kernel, self.again, self.own = self.up.kernel, self.up, nnx.data(self)
+
+    def __call__(self, x):
+        return self.down(self.again(self.up(x)))
+
+
+def made(key):
+    model = Tied(nnx.Rngs(key))
+    return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param), {"key": key}
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "auto"}], ids=["plain", "rewritten"])
+def test_modules_that_a_step_makes_share_what_they_shared(options):
+    ours, *others = sharded(made, **options)(jax.random.key(0))
+    theirs, *expected = nnx.jit(made)(jax.random.key(0))
+    assert ours.down.kernel is ours.up.kernel and ours.again is ours.up and ours.own is ours
+    assert_same([ours, *others], [theirs, *expected])
+    assert isinstance(sharded(lambda key: nnx.state(made(key)[0]))(jax.random.key(0)), nnx.State)
+
+
+def test_a_state_that_shares_is_born_as_planned():
+    def step(model, optimizer, x):
+        optimizer.update(model, nnx.grad(loss_of)(model, x))
+
+    def start():
+        return made(jax.random.key(0))[:2]
+
+    decorated = sharded(step)
+    plan = decorated.plan(*nnx.eval_shape(start), X)
+    model, optimizer = plan.init(start)
+    assert model.down.kernel is model.up.kernel and model.own is model
+    assert model.up.kernel[...].sharding == plan.in_shardings[0].up.kernel.get_value()
+    expected = start()
+    decorated(model, optimizer, X)
+    step(*expected, X)
+    assert_same(model, expected[0])
+
+
 def test_containers_in_variables_that_a_step_fills():
     class Counting(nnx.Module):
         def __init__(self):

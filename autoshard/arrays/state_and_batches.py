@@ -18,7 +18,9 @@ from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
 from autoshard.plans.plan import PlanData
+from autoshard.program.flattening import returned_modules
 from autoshard.program.signature import static_places
+from autoshard.program.trees import Box
 
 _LISTED_PARTS = 5  # arrays or parts that a message names at most
 
@@ -74,26 +76,26 @@ def initialiser(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]
     mesh = _devices_of(plan)
     leaves, structure = jax.tree.flatten(tuple(args))
     traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
-    made: list[Any] = []  # the leaves of the result: the place of an array, or what is no array
-    said: list[Any] = []  # its structure, and the keys of its arrays
+    said: list[Any] = []  # what makes the result of its arrays, and the keys of these
 
     def arrays_of(*given: Any) -> list[Any]:
         filled = list(leaves)
         for i, array in zip(traced, given, strict=True):
             filled[i] = array
-        results, tree = tree_flatten_with_path(init_fn(*jax.tree.unflatten(structure, filled)))
-        static = static_places(tree, [leaf for _, leaf in results])
-        found = [(keys_of(path), leaf) for i, (path, leaf) in enumerate(results) if i not in static]
-        places = iter(range(len(found)))
-        made[:] = [leaf if i in static else _Place(next(places)) for i, (_, leaf) in enumerate(results)]
-        said[:] = [tree, [keys for keys, _ in found]]
-        return [leaf for _, leaf in found]
+        result = init_fn(*jax.tree.unflatten(structure, filled))
+        if (modules := returned_modules(result)) is not None:
+            arrays, changes = modules
+            said[:] = [changes.result_of, list(map(keys_of, changes.result_paths))]
+            return arrays
+        box = Box.of(result)
+        said[:] = [box.tree.unflattened, list(map(keys_of, box.tree.array_paths))]
+        return list(box.leaves)
 
     def given_on(mesh: Any) -> tuple[Any, ...]:
         return tuple(_on_mesh(leaves[i], mesh) for i in traced)
 
     shapes = jax.eval_shape(arrays_of, *given_on(mesh))
-    tree, keys = said
+    rebuilt, keys = said
     wanted = [Leaf(path, one.shape, str(one.dtype)) for path, one in zip(keys, shapes, strict=True)]
     indices = _found(plan, wanted, "init_fn makes", Leaf.is_like, state_first=True)
     types = [
@@ -114,17 +116,7 @@ def initialiser(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]
         jitted = jax.jit(some, out_shardings=[one.sharding for one in own])
         return Maker(tuple(numbers), jitted, given_on(with_auto_axes(own[0].sharding.mesh)), own)
 
-    def rebuilt(arrays: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(tree, [arrays[leaf.index] if isinstance(leaf, _Place) else leaf for leaf in made])
-
     return Initialiser(tuple(map(maker, by_devices.values())), rebuilt)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stands for an array of a result."""
-
-    index: int
 
 
 def shard_batch(plan: PlanData, batch: Any) -> Any:

@@ -10,12 +10,12 @@ import jax
 
 from autoshard.arrays.arguments import abstract, type_of
 from autoshard.jaxprs import ClosedJaxpr
-from autoshard.program.flattening import FlatCall, flattened
+from autoshard.program.flattening import FlatCall, flattened, returned_modules
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.trees import Box, Tree
 
 if TYPE_CHECKING:
-    from autoshard.program.modules import ModuleArguments, ModuleChanges
+    from autoshard.program.modules import ModuleChanges
 
 
 class FlatStep:
@@ -46,7 +46,11 @@ class FlatStep:
         modules = self._call.modules
         if modules is None:
             positional, keyword = join(self._static, Tree.of(self._dynamic).unflattened(list(arrays)))
-            box = Box.of(self._fn(*positional, **keyword))
+            made = self._fn(*positional, **keyword)
+            if (found := returned_modules(made, (positional, keyword), arrays)) is not None:
+                results, self._result = found
+                return results
+            box = Box.of(made)
             self._result = box.tree
             return list(box.leaves)
         inside = modules.traced(arrays)
@@ -65,7 +69,7 @@ class FlatStep:
             results = run(*call.arrays)
             if isinstance(result, Tree):
                 return result.unflattened(results)
-            return _modules_of(call).written(result, call.arrays, results)
+            return call.result_of(result, call.arrays, results)
 
         return step
 
@@ -83,8 +87,3 @@ def with_arrays(static: tuple[Any, ...], dynamic: Arguments, call: FlatCall, arr
     """
     other = Tree.of(dynamic).unflattened(list(arrays)) if call.modules is None else call.modules.beside(arrays)
     return join(static, other)
-
-
-def _modules_of(call: FlatCall) -> ModuleArguments:
-    assert call.modules is not None, "a step is called with modules where it was traced with modules"
-    return call.modules

@@ -6,7 +6,7 @@ Leaves that are no arrays are static, and part of what calls are compared by (`s
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax.tree_util import PyTreeDef
 from autoshard.program.signature import Arguments, static_places
 
 if TYPE_CHECKING:
-    from autoshard.program.modules import ModuleArguments
+    from autoshard.program.modules import ModuleArguments, ModuleChanges
 
 
 class CallStructure(NamedTuple):
@@ -39,6 +39,17 @@ class FlatCall(NamedTuple):
     def share_arrays(self) -> bool:
         """Whether an array stands in several places; only modules are looked through."""
         return self.modules is not None and self.modules.share_arrays
+
+    def result_of(self, changes: ModuleChanges, placed: Sequence[Any], results: Sequence[Any]) -> Any:
+        """What a function returned that takes or returns modules, once its changes are in the caller's modules.
+
+        Args:
+            placed: the flat arguments, as they were placed.
+            results: the flat results.
+        """
+        if self.modules is None:
+            return changes.result_of((*placed, *results))
+        return self.modules.written(changes, placed, results)
 
     @property
     def is_special(self) -> bool:
@@ -83,6 +94,17 @@ def module_arguments(dynamic: Arguments) -> ModuleArguments | None:
     from autoshard.program import modules
 
     return modules.ModuleArguments.of(dynamic)
+
+
+def returned_modules(
+    result: Any, arguments: Any = (), tracers: Sequence[Any] = ()
+) -> tuple[list[Any], ModuleChanges] | None:
+    """The flat results of a function that takes no nnx modules, and what is made of them; None if it returns none."""
+    if "flax.nnx" not in sys.modules:
+        return None
+    from autoshard.program import modules
+
+    return modules.returned_modules(result, arguments, tracers)
 
 
 def with_flat_modules(tree: Any) -> Any:

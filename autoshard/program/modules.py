@@ -91,6 +91,34 @@ class ModuleChanges:
     result_paths: tuple[_Path, ...]  # of keys, one per flat result, from the argument or the result on
     shown: Tree  # the step's result, as its author sees it, of the flat results and then the flat arguments
 
+    def result_of(self, sources: Sequence[Any], variables: Sequence[Any] = (), references: Any = None) -> Any:
+        """What the step returned, once its changes are in the caller's modules.
+
+        Args:
+            sources: the flat arguments of the call, as they were placed, and its flat results.
+            variables: those of the caller's modules.
+            references: the caller's module or variable -> its number.
+        """
+        leaves = [None if source is None else sources[source] for source in self.order]
+        for place, value in self.static:
+            leaves[place] = value
+        inside, returned = jax.tree.unflatten(self.values, leaves)
+        ours = nnx.graph.IndexMap.from_refmap(nnx.graph.RefMap() if references is None else references)
+        if self.keeps_graphs:
+            made = ours
+            for variable, value in zip(variables, itertools.chain(*inside), strict=True):
+                if _differs(variable.get_raw_value(), value):
+                    variable.set_raw_value(value)
+        else:
+            made = nnx.graph.IndexMap()
+            for graph, value in zip(self.graphs, inside, strict=True):
+                nnx.unflatten(graph, value, index_ref=made, outer_index_outer_ref=ours)
+        items = [
+            value if graph is None else nnx.unflatten(graph, value, index_ref=made, outer_index_outer_ref=ours)
+            for graph, value in zip(self.items, returned, strict=True)
+        ]
+        return jax.tree.unflatten(self.result, items)
+
 
 class ModuleArguments:
     """The arguments of one call, taken apart: their arrays, and the modules to which results are written."""
@@ -205,26 +233,7 @@ class ModuleArguments:
 
     def written(self, changes: ModuleChanges, placed: Sequence[Any], results: Sequence[Any]) -> Any:
         """What the step returned, once its changes are in the caller's modules."""
-        sources = (*placed, *results)
-        leaves = [None if source is None else sources[source] for source in changes.order]
-        for place, value in changes.static:
-            leaves[place] = value
-        inside, returned = jax.tree.unflatten(changes.values, leaves)
-        ours = nnx.graph.IndexMap.from_refmap(self._references)
-        if changes.keeps_graphs:
-            made = ours
-            for variable, value in zip(self._variables, itertools.chain(*inside), strict=True):
-                if _differs(variable.get_raw_value(), value):
-                    variable.set_raw_value(value)
-        else:
-            made = nnx.graph.IndexMap()
-            for graph, value in zip(changes.graphs, inside, strict=True):
-                nnx.unflatten(graph, value, index_ref=made, outer_index_outer_ref=ours)
-        items = [
-            value if graph is None else nnx.unflatten(graph, value, index_ref=made, outer_index_outer_ref=ours)
-            for graph, value in zip(changes.items, returned, strict=True)
-        ]
-        return jax.tree.unflatten(changes.result, items)
+        return changes.result_of((*placed, *results), self._variables, self._references)
 
 
 @dataclass(frozen=True)
@@ -354,6 +363,22 @@ class TracedModules:
                 _results_first(order, len(self._tracers), len(results)),
             ),
         )
+
+
+def returned_modules(
+    result: Any, arguments: Any = (), tracers: Sequence[Any] = ()
+) -> tuple[list[Any], ModuleChanges] | None:
+    """The flat results of a function that takes no modules, and what is made of them; None if it returns none.
+
+    Args:
+        result: what the function returned.
+        arguments: what it was called with.
+        tracers: the flat arguments.
+    """
+    if not any(map(is_module, jax.tree.leaves(result, is_leaf=is_module))):
+        return None
+    items, tree = jax.tree.flatten(arguments)
+    return TracedModules(tree, items, list(tracers), nnx.graph.RefMap()).returned(result)
 
 
 def _results_first(order: Sequence[int | None], arguments: int, results: int) -> Iterator[int | None]:

@@ -15,7 +15,7 @@ from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal
 from autoshard.program.captured import CapturedArray, identity_of, with_captured
 from autoshard.program.closures import names_in_closure
 from autoshard.program.explicit import Types, on_auto_axes, types_of
-from autoshard.program.flattening import module_arguments
+from autoshard.program.flattening import module_arguments, returned_modules
 from autoshard.program.paths import Places, carried_results, slashed
 from autoshard.program.program import Program
 from autoshard.program.reader import Reader, kind_of
@@ -92,7 +92,7 @@ def traced_step(
     modules = module_arguments(dynamic)
     in_tree = Tree.of(dynamic) if modules is None else modules.tree()
     recorded: list[ModuleChanges] = []
-    called = _watched(fn, static) if modules is None else _recording(fn, static, modules, recorded)
+    called = _watched(fn, static, recorded) if modules is None else _recording(fn, static, modules, recorded)
     names, count = sorted(dynamic[1]), len(positions)
 
     def boxes_of(leaves: Sequence[Any] | None) -> list[Box]:
@@ -183,8 +183,8 @@ def context() -> Any:
     return _witness.trace().jaxpr
 
 
-def _watched(fn: Callable, static: tuple) -> Callable:
-    """`fn` of and to boxed pytrees, static arguments given.
+def _watched(fn: Callable, static: tuple, recorded: list[ModuleChanges]) -> Callable:
+    """`fn` of and to boxed pytrees, static arguments given; if it returns modules, what is made of them is `recorded`.
 
     Warns if it changes an argument in place and the change gets lost, as `jax.jit` loses it.
     """
@@ -193,8 +193,14 @@ def _watched(fn: Callable, static: tuple) -> Callable:
     def watched(*args: Box, **kwargs: Box) -> Box:
         opened = tuple(box.opened() for box in args), {name: box.opened() for name, box in kwargs.items()}
         before = jax.tree.leaves(opened)
+        tracers = [leaf for box in (*args, *kwargs.values()) for leaf in box.leaves]
         args, kwargs = join(static, opened)
-        result = Box.of(fn(*args, **kwargs))
+        made = fn(*args, **kwargs)
+        if (found := returned_modules(made, opened, tracers)) is None:
+            result = Box.of(made)
+        else:
+            result = Box.of_list(found[0], found[1].result_paths)
+            recorded.append(found[1])
         after, _ = tree_flatten_with_path(opened)
         returned = set(map(id, result.leaves))
         changed = [

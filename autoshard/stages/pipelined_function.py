@@ -57,12 +57,11 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
                     "call.\nGo on with what that call returned, or do not donate it."
                 )
         results = runtime(flat.arrays, program.donated)
-        if flat.modules is None:
-            made: Result = program.out_tree.unflattened(results)
-            return made
-        assert program.changes is not None, "tracing with modules records them"
-        written: Result = flat.modules.written(program.changes, flat.arrays, results)
-        return written
+        changes = program.changes
+        made: Result = (
+            program.out_tree.unflattened(results) if changes is None else flat.result_of(changes, flat.arrays, results)
+        )
+        return made
 
     def pipeline(self, *args: Any, **kwargs: Any) -> PlannedPipeline:
         """The stages for arguments like these: arrays or ShapeDtypeStructs."""
