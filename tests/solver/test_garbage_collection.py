@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from autoshard.solver.runtime.garbage_collection import uncollected
+from autoshard.solver.runtime.garbage_collection import frozen, uncollected
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +41,12 @@ def test_a_collector_that_is_off_stays_off():
     with uncollected():
         pass
     assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_objects_are_frozen_for_a_while_unless_some_were_before(before):
+    if before:
+        gc.freeze()
+    with frozen():
+        assert gc.get_freeze_count()
+    assert bool(gc.get_freeze_count()) == before
