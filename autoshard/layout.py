@@ -142,6 +142,15 @@ def evened(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> Layout:
     return tuple(found)
 
 
+def ordered_axes(axes: Collection[str], mesh: MeshShape) -> tuple[str, ...]:
+    """The axes in the order of the mesh.
+
+    >>> ordered_axes({"z", "x"}, {"x": 4, "y": 2, "z": 3})
+    ('x', 'z')
+    """
+    return tuple(axis for axis in mesh if axis in axes)
+
+
 def even_axes(size: int, axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...]:
     """The axes, of those given and in the order of the mesh, that split a dim of this size evenly.
 
@@ -149,7 +158,7 @@ def even_axes(size: int, axes: Sequence[str], mesh: MeshShape) -> tuple[str, ...
     ('x', 'z')
     """
     found: tuple[str, ...] = ()
-    for axis in (axis for axis in mesh if axis in axes):
+    for axis in ordered_axes(axes, mesh):
         if size % shards((*found, axis), mesh) == 0:
             found += (axis,)
     return found

@@ -71,7 +71,7 @@ class Options:
 
     def timed(self) -> Options:
         """With the time limit begun, if it has not."""
-        return self if self.until is not None else replace(self, until=time.monotonic() + self.time_limit)
+        return self if self.until is not None else replace(self, until=self.deadline())
 
     def of_several(self) -> Options:
         """For one plan of several that share the time: half of the work, and half of the time that is left."""
@@ -82,6 +82,14 @@ class Options:
     def ends(self) -> float:
         """When planning ends, as `time.monotonic` has it; infinite if that is not said."""
         return math.inf if self.until is None else self.until
+
+    def deadline(self, until: float = math.inf) -> float:
+        """When planning that begins now ends by the time limit, as `time.monotonic` has it.
+
+        Args:
+            until: when planning ends, if that is earlier.
+        """
+        return min(until, time.monotonic() + self.time_limit)
 
     @property
     def search_ends(self) -> float:

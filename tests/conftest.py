@@ -69,6 +69,13 @@ def little_work_once():
 
 
 @pytest.fixture
+def without_rank_promotion():
+    """JAX refuses arrays of unlike ranks, as users may tell it to."""
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
 def blind(monkeypatch):
     """The planner takes every peak for a share of what it is: `blind(0.3)`."""
 

@@ -92,6 +92,8 @@ def imports_of(source: str, package: str) -> frozenset[str]:
             for child in node.orelse:
                 visit(child)
             return
+        if isinstance(node, ast.expr):  # none holds a statement
+            return
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

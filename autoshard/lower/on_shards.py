@@ -36,7 +36,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import JaxprEqn, folded, run
-from autoshard.layout import Layout, MeshShape, divides, local_shape, shards, spec_of, spec_text
+from autoshard.layout import Layout, MeshShape, divides, local_shape, ordered_axes, shards, spec_of, spec_text
 from autoshard.lower.halos import with_halos, with_rims, without_halos, wrapped_dims
 from autoshard.lower.lookups import local_lookup
 from autoshard.model.equations import (
@@ -101,7 +101,7 @@ class Split:
     def reduced(self) -> tuple[str, ...]:
         """The axes over which results are partial, in mesh order."""
         axes = {axis for factor in self.rule.reduction | self.rule.summed for axis in self.axes.get(factor, ())}
-        return tuple(axis for axis in self.mesh if axis in axes)
+        return ordered_axes(axes, self.mesh)
 
     @property
     def exchanged_rows(self) -> list[Rows]:

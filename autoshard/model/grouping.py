@@ -88,8 +88,8 @@ def groups_of(
     gone = [repeated and until is None for repeated, until in zip(again.repeated, again.lying, strict=True)]
     last = _last_runs(groups, users, points, gone)
     starts = backend.operations.least_seconds > 0
-    together = running_beside(groups, again.repeated, ending) if starts else [None] * len(groups)
     is_ahead = starts and not backend.operations.are_kernels
+    beside = running_beside(groups, again.repeated, ending, sums_as_made=is_ahead) if starts else [None] * len(groups)
     ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
     begins = beginning(groups, again.repeated)
@@ -114,7 +114,7 @@ def groups_of(
             ends_product=ending[i],
             begins=begins[i],
             runs_ahead=ahead[i],
-            read_before=together[i],
+            read_before=beside[i],
             counts_turns=i in counting,
             writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
             is_copy=_is_copied(group, needed_outside, makers, again.repeated),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -142,8 +142,7 @@ class _LimitSearch:
         If it is not, the next rounds begin with those in results that lie there under it.
         """
         rounds = self.rounds if self.is_small else self.rounds.part(RELAXED_SHARE)
-        how = self.how | {"gap": self.gap}
-        relaxed = _relaxed(self.formulation, self.leanest, self.reshardings, rounds, self.within, how)
+        relaxed = self._relaxed(self.leanest, self.reshardings, rounds, RELAXED_ROUNDS, in_results=True)
         room = self.formulation.heap.room_in_results
         if isinstance(relaxed, InfeasibleError):
             self._refuse_if_over(room.relaxed(self.leanest, ()), relaxed.least)
@@ -171,27 +170,65 @@ class _LimitSearch:
         The problem without what may lie on the chip lets all of it lie there, however much that is.
         """
         limit = self.limit + self.formulation.prices.backend.on_chip_bytes
-        problem, counting = replace(self.exact, limit=limit, checked=True), dict[Resharding, None]()
-        for _ in range(MAX_ROUNDS):
+        problem = replace(self.exact, limit=limit, checked=True)
+        found = self._relaxed(problem, {}, self.rounds, MAX_ROUNDS)
+        if not isinstance(found, Solution):
+            return None
+        if not self.formulation.heap.room_in_results.guests:  # else more than the chip holds may lie elsewhere
+            self.bound = max(self.bound, found.bound)
+        return with_bound(found, self.bound) if self.within(found.choice) else None
+
+    def _relaxed(
+        self,
+        problem: Problem,
+        reshardings: dict[Resharding, None],
+        budget: Budget,
+        most_rounds: int,
+        in_results: bool = False,
+    ) -> Solution | InfeasibleError | None:
+        """The solution of a problem that counts no more than is held, and the largest bound found.
+
+        Where it is over the limit, the problem is solved again, a few times, with what the solution reshards then. The
+        bounds of all these problems hold.
+
+        Args:
+            reshardings: to which those are added that decide what fits.
+            in_results: whether temporaries may lie in buffers of results, but for those that a solution shows not to.
+
+        Returns:
+            the solution; or why there is none; None: it was not found in time.
+        """
+        room, cuts, bound, found = self.formulation.heap.room_in_results, list[RoomCut](), 0.0, None
+        limit, how = problem.limit or 0.0, self.how | {"gap": self.gap, "cuts": cuts if in_results else None}
+        for _ in range(most_rounds):
             try:
-                part = self.rounds.part(ROUND_SHARE)
-                found = _solved(self.formulation, problem, counting, part, at_least=True, gap=self.gap, **self.how)
-            except SolverError:  # nothing fits, or nothing was found in time
+                part = budget.part(ROUND_SHARE)
+                solution = _solved(self.formulation, problem, reshardings, part, at_least=True, **how)
+            except InfeasibleError as error:
+                return error
+            except SolverError:
                 break
-            if not self.formulation.heap.room_in_results.guests:  # else more than the chip holds may lie elsewhere
-                self.bound = max(self.bound, found.bound)
-            if self.within(found.choice):
-                return with_bound(found, self.bound)
+            found = with_bound(solution, bound := max(bound, solution.bound))
+            if self.within(found.choice) or self.budget.interrupted or budget.over:
+                break
+            new = list[RoomCut]()
+            if in_results:
+                if self.is_small or solution.gap > CLOSE_COUNTED_GAP:  # more cuts make it harder still
+                    break
+                in_use, accepted = self.formulation.in_use(found.choice), self.formulation.accepted_in_use(found.choice)
+                new = [cut for cut in room.cuts(found.choice, in_use, accepted, limit) if cut not in cuts]
             over = self.formulation.reshardings_over(found.choice, limit)
-            if self.budget.interrupted or self.rounds.over or counting.keys() >= set(over):
+            if not new and reshardings.keys() >= set(over):
                 break
-            counting.update(dict.fromkeys(over))
-        return None
+            cuts += new
+            reshardings.update(dict.fromkeys(over))
+        return found
 
     def _with_reshardings_counted(self) -> Solution | None:
         """The cheapest choice once all is counted that choices before it reshard where they are over; None if over."""
         rounded, spared = self._rounded()
         for i in range(MAX_ROUNDS):
+            is_bound = not (i or self.is_loose)  # with more counted, it may be that of more than is held
             if i and self.rounds.over:
                 break
             problem = replace(rounded, limit=self.limit if i else self.limit + spared, checked=True)
@@ -205,12 +242,12 @@ class _LimitSearch:
                     self.lying = []
                     rounded, spared = self._rounded()
                     continue
-                if not (i or self.is_loose) and isinstance(error, InfeasibleError):
+                if is_bound and isinstance(error, InfeasibleError):
                     self._refuse_if_over(self.exact, error.least - spared)
-                if not (i or self.is_loose) and isinstance(error, UndecidedError):
+                if is_bound and isinstance(error, UndecidedError):
                     self.bound = error.bound
                 break
-            if not (i or self.is_loose):  # with more counted, it may be that of more than is held
+            if is_bound:
                 self.bound = solution.bound
             if self.within(solution.choice):
                 best = with_bound(solution, self.bound)
@@ -276,51 +313,6 @@ class _LimitSearch:
         least = _least_peak(self.formulation, problem, least, self.budget)
         if not fits(least, self.limit):
             raise _refusal(self.formulation, self.lean, least, self.budget) from None
-
-
-def _relaxed(
-    formulation: Formulation,
-    problem: Problem,
-    reshardings: dict[Resharding, None],
-    budget: Budget,
-    within: Callable[[Sequence[int]], bool],
-    how: Mapping[str, Any],
-) -> Solution | InfeasibleError | None:
-    """The solution with as much in buffers of results as is not known to lie elsewhere, and the largest bound found.
-
-    Where it is over the limit, the problem is solved again, a few times, with what it shows not to lie there, and what
-    it reshards then. The bounds of all these problems hold.
-
-    Args:
-        problem: it counts no more than is held, results and all temporaries included.
-        reshardings: to which those are added that decide what fits.
-
-    Returns:
-        the solution; or why there is none; None: it was not found in time.
-    """
-    room, cuts, bound, found = formulation.heap.room_in_results, list[RoomCut](), 0.0, None
-    limit = problem.limit or 0.0
-    for _ in range(RELAXED_ROUNDS):
-        try:
-            part = budget.part(ROUND_SHARE)
-            solution = _solved(formulation, problem, reshardings, part, cuts=cuts, at_least=True, **how)
-        except InfeasibleError as error:
-            return error
-        except SolverError:
-            break
-        found = with_bound(solution, bound := max(bound, solution.bound))
-        if within(found.choice) or budget.interrupted or budget.over or formulation.is_limit_small:
-            break
-        if solution.gap > CLOSE_COUNTED_GAP:  # more cuts make it harder still
-            break
-        in_use, accepted = formulation.in_use(found.choice), formulation.accepted_in_use(found.choice)
-        new = [cut for cut in room.cuts(found.choice, in_use, accepted, limit) if cut not in cuts]
-        over = formulation.reshardings_over(found.choice, limit)
-        if not new and reshardings.keys() >= set(over):
-            break
-        cuts += new
-        reshardings.update(dict.fromkeys(over))
-    return found
 
 
 def _bounded(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, shards
+from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, ordered_axes, shards
 from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
@@ -229,8 +229,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
 
 def _joined(parts: Iterable[tuple[str, ...]], mesh: MeshShape) -> tuple[str, ...]:
     """All the axes of some parts, in mesh order."""
-    split = set(itertools.chain(*parts))
-    return tuple(axis for axis in mesh if axis in split)
+    return ordered_axes(set(itertools.chain(*parts)), mesh)
 
 
 def _factors_in(dims: FactorDims) -> set[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.layout import Layout, MeshShape, in_mesh_order, shards, spec_of
+from autoshard.layout import Layout, MeshShape, in_mesh_order, ordered_axes, shards, spec_of
 from autoshard.operations.operation import Operation
 from autoshard.operations.primitive import Batched, mapped
 from autoshard.operations.split import Axes, CallSplit, Run
@@ -96,7 +96,7 @@ class Call:
         for role, axes in run.roles:
             for factor in splits.get(role, (role,)):
                 found.setdefault(factor, set()).update(axes)
-        return {factor: tuple(axis for axis in mesh if axis in axes) for factor, axes in found.items()}
+        return {factor: ordered_axes(axes, mesh) for factor, axes in found.items()}
 
     def layouts(self, run: Run, mesh: MeshShape) -> tuple[list[Layout], list[Layout]]:
         """How the operands are read, and how the results are left."""
@@ -124,7 +124,7 @@ class Call:
                 if self.operation.sums_shared or factor in self.rule.reduction
                 for axis in axes
             }
-            found.append(tuple(axis for axis in mesh if axis in summed))
+            found.append(ordered_axes(summed, mesh))
         return found
 
     def own_roles(self, run: Run) -> dict[str, Axes]:
@@ -183,7 +183,7 @@ class Call:
         def alike(dims: Dims) -> Axes:
             """The axes of roles along which devices hold the same of a tensor."""
             split = {axis for factor in itertools.chain(*dims) for axis in assigned.get(factor, ())}
-            return tuple(axis for axis in mesh if axis in by_roles - split)
+            return ordered_axes(by_roles - split, mesh)
 
         shared_out = [shards(alike(dims), mesh) for dims in operands[count + results :]]
         summed = [alike(dims) for dims in self.rule.results]

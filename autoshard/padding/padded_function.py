@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,6 +33,16 @@ class StepOnPaddedBatch(ShardedFunction[Parameters, Result]):
         return replace(super()._finished(program), departure=departure, adds_rows=True)
 
 
+@dataclass(frozen=True)
+class _StepCall:
+    """What runs for a call, and the arguments that it gets."""
+
+    step: Any  # called as decorated functions are
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch: Batch | None = None  # as it is padded; None if it is not
+
+
 class PaddedFunction(ShardedFunction[Parameters, Result]):
     """A function whose batch is padded where the devices do not divide it. Its results are those of the batch."""
 
@@ -45,48 +55,51 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         self._padded: dict[Any, tuple[Batch, ShardedFunction[..., Any]] | None] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        found = self._padding(args, kwargs)
-        if found is None:
-            return super().__call__(*args, **kwargs)
-        made: Result = found[1](*found[0], **found[2])
+        call = self._call_of(args, kwargs)
+        made: Result = call.step.__call__(*call.args, **call.kwargs)
         return made
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step is sharded for arguments like these, their batch padded."""
-        found = self._padding(args, kwargs)
-        if found is None:
-            return super().plan(*args, **kwargs)
-        positional, step, keyword, batch = found
-        made = step.plan(*positional, **keyword)
+        call = self._call_of(args, kwargs)
+        made: Plan = call.step.plan(*call.args, **call.kwargs)
+        if call.batch is None:
+            return made
         remark = (
-            f"pad='batch': the batch of {batch.rows} rows has {batch.padded}, which the devices divide. Sums and means "
-            "leave the added rows out."
+            f"pad='batch': the batch of {call.batch.rows} rows has {call.batch.padded}, which the devices divide. Sums "
+            "and means leave the added rows out."
         )
         return replace(made, warnings=(*made.warnings, remark))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step on the padded batch, lowered. What its `.compile()` makes takes the batch as it is."""
-        found = self._padding(args, kwargs)
-        if found is None:
-            return super().lower(*args, **kwargs)
-        positional, step, keyword, batch = found
-        call = LoweredCall.of(step.plan(*positional, **keyword), self._static.split(args, kwargs)[1])
+        call = self._call_of(args, kwargs)
+        lowered: jax.stages.Lowered = call.step.lower(*call.args, **call.kwargs)
+        batch = call.batch
+        if batch is None:
+            return lowered
+        given = LoweredCall.of(call.step.plan(*call.args, **call.kwargs), self._static.split(args, kwargs)[1])
 
         def padded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            flat = call.taken_apart(args, kwargs)
+            flat = given.taken_apart(args, kwargs)
             return with_arrays((), (args, kwargs), flat, [batch.pad(i, leaf) for i, leaf in enumerate(flat.arrays)])
 
-        lowered = step.lower(*positional, **keyword)
         assert isinstance(lowered, LoweredStep), "that of a decorated function is one"
         return lowered.taking(padded)
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program on the padded batch."""
-        found = self._padding(args, kwargs)
-        return super().trace(*args, **kwargs) if found is None else found[1].trace(*found[0], **found[2])
+        call = self._call_of(args, kwargs)
+        made: Program = call.step.trace(*call.args, **call.kwargs)
+        return made
 
-    def _padding(self, args: Any, kwargs: Any) -> tuple[tuple, ShardedFunction[..., Any], dict[str, Any], Batch] | None:
-        """The padded arguments and the step that takes them; None if the devices divide the batch."""
+    @property
+    def _unpadded(self) -> Any:
+        """What takes a batch that the devices divide: the function as if nothing were to be padded."""
+        return super()
+
+    def _call_of(self, args: Any, kwargs: Any) -> _StepCall:
+        """The call with the batch padded, or as it is if the devices divide the batch."""
         static, dynamic = self._static.split(args, kwargs)
         flat = flattened(dynamic)
         key = static, tuple(map(type, static)), flat.structure, tuple(map(type_of, flat.arrays))
@@ -94,11 +107,10 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
             self._padded[key] = self._made(args, kwargs, static, dynamic, flat)
         found = self._padded[key]
         if found is None:
-            return None
+            return _StepCall(self._unpadded, args, kwargs)
         batch, step = found
         padded = [batch.pad(i, leaf) for i, leaf in enumerate(flat.arrays)]
-        positional, keyword = with_arrays(static, dynamic, flat, padded)
-        return positional, step, keyword, batch
+        return _StepCall(step, *with_arrays(static, dynamic, flat, padded), batch)
 
     def _made(
         self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments, flat: FlatCall

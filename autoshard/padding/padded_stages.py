@@ -15,7 +15,6 @@ from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.staged_function import AutomaticPipeline, StagedFunction
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.requests import PipelineRequest
-from autoshard.user_plan import Plan
 
 
 class _AskedStages(StagedFunction[Parameters, Result], StepOnPaddedBatch[Parameters, Result]):
@@ -51,7 +50,7 @@ class PaddedStages(PaddedFunction[Parameters, Result]):
         super().__init__(fn, options=options, jit_keywords=jit_keywords)
         self._request, self._given_stages = request, given
         self._parts = 1 if request is None else request.microbatches
-        self._whole = self._staged(fn, AutomaticPipeline, StagedFunction)
+        self._as_it_is = self._staged(fn, AutomaticPipeline, StagedFunction)
 
     def _staged(self, fn: Any, best: Any, asked: Any) -> Any:
         how: dict[str, Any] = {"options": self._options, "jit_keywords": self._given_keywords}
@@ -61,17 +60,9 @@ class PaddedStages(PaddedFunction[Parameters, Result]):
         made: ShardedFunction[..., Any] = self._staged(step, _BestStages, _AskedStages)
         return made
 
-    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        found = self._padding(args, kwargs)
-        made: Result = self._whole(*args, **kwargs) if found is None else found[1](*found[0], **found[2])
-        return made
-
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """How the step runs in stages for arguments like these, their batch padded."""
-        if self._padding(args, kwargs) is not None:
-            return super().plan(*args, **kwargs)
-        made: Plan = self._whole.plan(*args, **kwargs)
-        return made
+    @property
+    def _unpadded(self) -> Any:
+        return self._as_it_is
 
     def pipeline(self, *args: Any, **kwargs: Any) -> PlannedPipeline:
         """The stages for arguments like these: arrays or ShapeDtypeStructs.
@@ -79,10 +70,8 @@ class PaddedStages(PaddedFunction[Parameters, Result]):
         Raises:
             StageError: the best is to run without stages.
         """
-        found = self._padding(args, kwargs)
-        step: Any = self._whole if found is None else found[1]
-        positional, keyword = (args, kwargs) if found is None else (found[0], found[2])
-        made: PlannedPipeline = step.pipeline(*positional, **keyword)
+        call = self._call_of(args, kwargs)
+        made: PlannedPipeline = call.step.pipeline(*call.args, **call.kwargs)
         return made
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -93,10 +82,7 @@ class PaddedStages(PaddedFunction[Parameters, Result]):
         """
         if isinstance(self.plan(*args, **kwargs), PipelinePlan):
             raise StageError("a step in stages is several programs, and lower() has one.")
-        if self._padding(args, kwargs) is not None:
-            return super().lower(*args, **kwargs)
-        lowered: jax.stages.Lowered = self._whole.lower(*args, **kwargs)
-        return lowered
+        return super().lower(*args, **kwargs)
 
 
 def staged(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from autoshard.errors import SolverError
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
+from autoshard.solver.runtime.garbage_collection import frozen
 from autoshard.solver.solve import solve, usual_limit
 
 SILENCE = 2.0  # s without a word, and between two lines where lines cannot be overwritten
@@ -73,15 +73,15 @@ def _solve_file(file: Path, start: float, options: argparse.Namespace) -> str:
     with _Line(file.name, start) as line:
         problem = Problem.read(file)
         read = time.monotonic()
-        gc.freeze()  # what was read stays; to look at it again and again takes longer than to read it
-        solution = solve(
-            problem,
-            time_limit=max(0.0, options.time_limit - (read - start) - ENDING),
-            iterations=options.iterations,
-            seed=options.seed,
-            threads=options.threads,
-            progress=line.show,
-        )
+        with frozen():  # what was read stays until the problem is solved
+            solution = solve(
+                problem,
+                time_limit=max(0.0, options.time_limit - (read - start) - ENDING),
+                iterations=options.iterations,
+                seed=options.seed,
+                threads=options.threads,
+                progress=line.show,
+            )
     if options.output:
         try:
             options.output.write_text(json.dumps(solution.choice) + "\n")

@@ -165,7 +165,7 @@ class StagedFunction(PlannedFunction[Parameters, Result]):
                     raise
                 raise MicrobatchError(str(error)) from error  # it is not rewritten so
 
-        devices, until = options.mesh.size // self._request.stages, time.monotonic() + options.time_limit
+        devices, until = options.mesh.size // self._request.stages, options.deadline()
         return RewriteSearch(traced, options.rewrites, devices, options.topology, planned, until).fastest().plan
 
     def _planned_to_fit(self, traced: StepVariants, program: Program, until: float = math.inf) -> PipelinePlan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -117,8 +116,7 @@ class AskedStages:
         """
         with jax.sharding.use_abstract_mesh(context):
             step = CuttableStep.of(traced, request.microbatches, program.carried, program.name)
-        until = min(until, time.monotonic() + options.time_limit)
-        return cls(step, program, request, options, jit_keywords, context, until)
+        return cls(step, program, request, options, jit_keywords, context, options.deadline(until))
 
     @cached_property
     def order(self) -> Schedule:

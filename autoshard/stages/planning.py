@@ -50,7 +50,7 @@ class StagePlanner:
     _done: int = field(default=0, init=False)  # programs that are planned
 
     def __post_init__(self) -> None:
-        self.until = min(self.until, time.monotonic() + self.options.time_limit)
+        self.until = self.options.deadline(self.until)
 
     def plans(self, meshes: Sequence[Any], starts: Sequence[int] = ()) -> tuple[Plan, ...]:
         """A plan per program, in the order of `StagePrograms.programs`, each on the mesh of its stage.

@@ -61,8 +61,7 @@ class StepVariants:
         self._recomputes = recomputes
         self.types, self.mesh, self._topology, self._finish = types, mesh, topology, finish
         self._traced = replace(traced, again=functools.cache(lambda types: traced.again(types)))
-        self._jaxprs: dict[Variant, ClosedJaxpr] = {}
-        self._own_statistics: dict[int, str] = {}  # microbatches -> what is said of statistics that each has
+        self._written: dict[Variant, tuple[ClosedJaxpr, str]] = {}  # as `_as_written` gives it
         self._recomputations: dict[Variant, Recomputation] = {}
         self._programs: dict[Variant, Program] = {}
         self._batched: dict[Variant, BatchedFunctions | None] = {}
@@ -95,7 +94,7 @@ class StepVariants:
                 read = replace(
                     read,
                     microbatches=variant.microbatches,
-                    own_statistics=self._own_statistics.get(variant.microbatches, ""),
+                    own_statistics=self._as_written(variant)[1],
                     recomputed=remark,
                     state_on_hosts=variant.state_on_hosts,
                     shared_trips=self._said_of_trips(variant),
@@ -159,7 +158,7 @@ class StepVariants:
     def _at_level(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
         """The jaxpr in so many microbatches and at a level of recomputation, and what is said of the latter."""
         if variant.level is None:
-            return self._jaxpr(variant), self.recomputation(variant).why_none if self._recomputes else ""
+            return self._as_written(variant)[0], self.recomputation(variant).why_none if self._recomputes else ""
         found = self.recomputation(variant)
         level = found.levels[variant.level]
         return found.rewritten(level), found.remark(level)
@@ -173,7 +172,8 @@ class StepVariants:
         as_written = Variant(variant.microbatches, variant.groups)
         if as_written not in self._recomputations:
             with jax.sharding.use_abstract_mesh(self.mesh):
-                self._recomputations[as_written] = Recomputation.of(self._jaxpr(as_written), self._topology)
+                closed, _ = self._as_written(variant)
+                self._recomputations[as_written] = Recomputation.of(closed, self._topology)
         return self._recomputations[as_written]
 
     def least_bytes(self, variant: Variant) -> float:
@@ -196,11 +196,11 @@ class StepVariants:
         moved = (state.closed.in_avals[i] for i in state.movable)
         return math.fsum(moving_seconds(aval, 1, self._topology) for aval in moved)
 
-    def _jaxpr(self, variant: Variant) -> ClosedJaxpr:
-        """The step in microbatches, as the user wrote it otherwise."""
+    def _as_written(self, variant: Variant) -> tuple[ClosedJaxpr, str]:
+        """The step in microbatches, as the user wrote it otherwise; what is said of statistics that each has."""
         if variant.microbatches == 1:
-            return self._traced.closed
-        if variant not in self._jaxprs:
-            made = in_microbatches(self._traced, variant.microbatches, variant.groups)
-            self._jaxprs[variant], self._own_statistics[variant.microbatches] = made
-        return self._jaxprs[variant]
+            return self._traced.closed, ""
+        as_written = Variant(variant.microbatches, variant.groups)
+        if as_written not in self._written:
+            self._written[as_written] = in_microbatches(self._traced, variant.microbatches, variant.groups)
+        return self._written[as_written]

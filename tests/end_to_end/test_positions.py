@@ -15,6 +15,7 @@ from oracles import mesh_of
 from autoshard import autoshard, plan
 from autoshard.lower import lookups, xla_faults
 
+pytestmark = pytest.mark.usefixtures("without_rank_promotion")
 TABLE, ROWS = normal(8, 4, 4), normal(3, 4, 4, seed=1)
 OUTSIDE = {  # two of three
     "fill": np.array([-3, 8, 5], np.int8),
@@ -65,12 +66,6 @@ def sliced(dtype: str):
 
     table = jnp.round(8 * jnp.asarray(TABLE)).astype(dtype)
     return Case(dtype, "", get, (table, np.array([127, 8, 5], np.uint8) if dtype == "int8" else OUTSIDE["fill"]))
-
-
-@pytest.fixture(autouse=True)
-def without_rank_promotion():
-    with jax.numpy_rank_promotion("raise"):  # as users may tell JAX
-        yield
 
 
 CASES = [make(mode) for make in (looked_up, written) for mode in OUTSIDE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import json
 import re
@@ -46,6 +47,12 @@ def test_small_file(file, tmp_path):
     assert result.returncode == 0
     assert re.fullmatch(RESULT.format(name=file.name), result.stdout).groups() == ("1", "1", "0.000", "optimal")
     assert json.loads((tmp_path / "choice.json").read_text()) == [1, 0]
+
+
+def test_the_collector_is_left_as_it_was(file, capsys):
+    """Objects that stay frozen slow down all that the process does afterwards."""
+    assert command.main([str(file)]) == 0
+    assert not gc.get_freeze_count()
 
 
 def test_silent_at_first(monkeypatch, file, capsys):

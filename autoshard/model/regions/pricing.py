@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, called_jaxpr, inner_jaxprs, with_plain_names
-from autoshard.layout import MeshShape, local_shape, shards
+from autoshard.layout import MeshShape, local_shape, ordered_axes, shards
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import Backend
@@ -188,7 +188,7 @@ class Regions:
 
         def over(one: RegionCollective) -> RegionCollective:
             axes = {axis for name in one.axes for axis in renamed[name]}
-            return replace(one, axes=tuple(axis for axis in self.mesh if axis in axes))
+            return replace(one, axes=ordered_axes(axes, self.mesh))
 
         return replace(region, collectives=tuple(map(over, region.collectives)))
 
@@ -369,7 +369,7 @@ def _axes(params: Mapping[str, Any], mesh: MeshShape) -> tuple[str, ...]:
     """The axes of more than one device that a collective runs over, in mesh order."""
     said = params.get("axes", params.get("axis_name", ()))
     names = {said} if isinstance(said, str) else {name for name in said if isinstance(name, str)}
-    return tuple(axis for axis in mesh if axis in names)
+    return ordered_axes(names, mesh)
 
 
 def _after_products(program: Program) -> set[int]:

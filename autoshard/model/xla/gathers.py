@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autoshard.layout import MeshShape, shards
+from autoshard.layout import MeshShape, ordered_axes, shards
 
 # Devices of a slice from which XLA for TPU may make an all_reduce of a gather over all of them. On fewer devices, too,
 # several dims may be gathered at once. Such gathers are priced one after the other, which is nearer to what they take.
@@ -54,7 +54,7 @@ def combined(
     for kind, axes, size in steps:
         several = False
         if gathers.several_dims_at_once and sent and kind == sent[-1][0] == "all_gather":
-            all_axes = tuple(axis for axis in mesh if axis in axes or axis in sent[-1][1])
+            all_axes = ordered_axes({*axes, *sent[-1][1]}, mesh)
             if shards(all_axes, mesh) >= LEAST_DEVICES_SUMMED:
                 axes, several = all_axes, True
                 sent.pop()

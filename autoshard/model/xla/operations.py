@@ -5,8 +5,8 @@ product of nothing but arguments to bring these in from memory, and to bring out
 comes on top. Arguments that other products read are brought in while something else runs. A product of what lies in
 the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
 bits are counted along each dim of an array. Elementwise work and reductions that go over the same array, and do not
-wait for each other, are one operation with several results. What a larger loop repeats along a dim is computed ahead of
-it, by an operation of its own.
+wait for each other, are one operation with several results. So is a loop that stores an array, with the sums of that
+array. What a larger loop repeats along a dim is computed ahead of it, by an operation of its own.
 
 What works on numbers alone runs beside the rest. A device that cuts its part out of what it has whole runs an operation
 of its own for that. What something is inserted into is copied or filled before, if it cannot be written over; the
@@ -286,7 +286,7 @@ def _computes(equation: Equation) -> bool:
 
 
 def running_beside(
-    groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool]
+    groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool], *, sums_as_made: bool = False
 ) -> list[frozenset[int] | None]:
     """Per group, what earlier ones read that run in one operation with it: all go over one array, and none waits.
 
@@ -297,6 +297,7 @@ def running_beside(
         groups: in program order.
         repeated: per group, whether its readers compute it again.
         ending: per group, whether it is one operation with a product.
+        sums_as_made: whether the loop that stores an array sums it up, too. The sum then counts it as read before.
     """
     makers = {made.value.id: group.index for group in groups for made in group.outputs}
     # A carry reads what the last turn has handed on, too; nothing waits for that in this one.
@@ -304,6 +305,7 @@ def running_beside(
     reads = [sorted(one for one in by if one < i)[-_MOST_BETWEEN - 1 :] for i, by in enumerate(made_by)]
     stored: dict[int, frozenset[int]] = {}  # value that readers make again -> the arrays that they read for it
     operations: dict[tuple, list[list[int]]] = defaultdict(list)  # what groups go over -> those of each operation
+    loops: dict[int, tuple[tuple, list[int]]] = {}  # value -> what the loop that stores it goes over, and all in it
     found: list[frozenset[int] | None] = [None] * len(groups)
     read_by: list[frozenset[int]] = []  # per group
     for group in groups:
@@ -317,6 +319,22 @@ def running_beside(
         if over is None:
             continue
         waits_for, least = _awaited(group.index, reads)
+        if sums_as_made and not group.fuses:
+            made_in = ((array, *loops[array]) for array in read if array in loops)
+            as_made = next(
+                (
+                    (array, loop)
+                    for array, size, loop in made_in
+                    if size == over and loop[0] >= least and waits_for.intersection(loop) == {makers[array]}
+                ),
+                None,
+            )
+            if as_made is not None:
+                array, loop = as_made
+                found[loop[0]] = found[loop[0]] or frozenset()
+                found[group.index] = frozenset({array}).union(*(read_by[one] for one in loop))
+                loop.append(group.index)
+                continue
         for array in read:
             others = operations[over, array]
             near = others[bisect.bisect_left(others, least, key=operator.itemgetter(0)) :]
@@ -327,9 +345,11 @@ def running_beside(
                 operation.append(group.index)
                 break
         else:
-            alone = [group.index]
+            operation = [group.index]
             for array in read:
-                operations[over, array].append(alone)
+                operations[over, array].append(operation)
+        if group.fuses:
+            loops.update((made.value.id, (over, operation)) for made in group.outputs)
     return found
 
 

@@ -87,7 +87,7 @@ def nothing_runs_ahead(patch):
 
 
 def nothing_runs_beside(patch):
-    patch.setattr(grouping, "running_beside", lambda groups, repeated, ending: [None] * len(groups))
+    patch.setattr(grouping, "running_beside", lambda groups, *_, **how: [None] * len(groups))
 
 
 def every_product_fills_the_unit(patch):
