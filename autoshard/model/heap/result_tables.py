@@ -7,6 +7,11 @@ it, which hand on a semaphore. What a callback without a result sends and receiv
 of the step's own stays, so that no two calls share it. So a step of few bytes and many arrays holds mostly tables. A
 program of which all other temporaries lie in the chip's own memory has no tables (`Formulation.elsewhere`).
 
+One operation makes several of the parts that a concatenation joins, if these are as large as each other and go over
+one array: halves of it, or quotients and remainders. A gather that fills what is out of bounds compares its coordinates
+with the last ones that are not. Several of these are a constant array, which is fetched as arguments are. So are those
+by which a scatter is clipped.
+
 An argument is fetched while other work runs, once, if the chip's own memory holds a shard, and a result is taken out
 while other work runs. So a copy counts only where operations run before an argument's last use, or enough of them after
 a result is made. Numbers are no such arrays.
@@ -20,8 +25,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from jax.lax import GatherScatterMode
 
 from autoshard.model.groups import Group
 from autoshard.model.heap.number_terms import has_empty_reply
@@ -29,11 +36,13 @@ from autoshard.model.memory_terms import HeldArgument, HeldOutput
 from autoshard.model.workspaces import is_counted
 from autoshard.model.xla.backends import Backend
 from autoshard.primitives import facts_of
-from autoshard.program import Value
+from autoshard.program import Equation, Value
+from autoshard.propagation.rules.windows import STENCIL
 
 _BEFORE_FETCHED = 1  # operations at least that run before the last use of an argument that is fetched
 _AFTER_MADE = 2  # operations at least that run after a result is made that is taken out of the chip
 _REPLY = 2  # tables of what a callback gets back
+_Part = tuple[tuple[int, ...], frozenset[int]]  # of a concatenation: its shape, and the arrays that it is made of
 TABLES = "tables of operations with several results"  # what the node that holds them is called
 
 
@@ -48,6 +57,9 @@ class ResultTables:
     sent: float = 0.0  # bytes of what callbacks without a result send and receive
     stored: Counter[int] = field(default_factory=Counter)  # index of a group -> arrays that it makes
     groups: dict[int, Group] = field(default_factory=dict)  # such groups, by their indices
+    arrays: dict[int, frozenset[int]] = field(default_factory=dict)  # what is made again -> what is read for it
+    joining: list[Group] = field(default_factory=list)  # that concatenate
+    bounds: int = 0  # constant arrays that coordinates are compared with
 
     def add_argument(self, argument: HeldArgument) -> None:
         """Notes the copy that fetches it."""
@@ -59,7 +71,17 @@ class ResultTables:
             self.used.append(users)
 
     def add_group(self, group: Group) -> None:
-        """Notes the tables of a callback without a result, one of each operand, and what it sends of the step's own."""
+        """Notes what has tables whatever its results: joined parts, bounds of coordinates, callbacks without a result.
+
+        Such a callback has one of each operand, and what it sends of the step's own.
+        """
+        if group.is_recomputed and not group.is_boundary:
+            wide = [use.value.id for use in group.uses if math.prod(use.value.shape) > 1]
+            read = frozenset().union(*(self.arrays.get(value, {value}) for value in wide))
+            self.arrays.update((made.value.id, read) for made in group.outputs)
+        if group.equations[0].primitive in ("concatenate", STENCIL):
+            self.joining.append(group)
+        self.bounds += sum(map(_compares_with_bounds, group.equations))
         if has_empty_reply(group):
             operands = group.equations[0].inputs
             made = (one.bytes for one in operands if isinstance(one, Value) and not one.from_outside)
@@ -95,7 +117,23 @@ class ResultTables:
             if not self._is_counted(self.groups[index]):
                 arrays[operation] += self.stored[index] + self.groups[index].runs_beside
         several = sum(count > 1 for count in arrays.values())
-        return self.backend.number_bytes * (fetched + taken_out + several) + self.sent
+        several += sum(_operations_with_several(parts) for group in self.joining for parts in self._joined(group))
+        return self.backend.number_bytes * (fetched + taken_out + several + self.bounds) + self.sent
+
+    def _joined(self, group: Group) -> Iterator[list[_Part]]:
+        """The parts of each concatenation in a group: what is computed again there."""
+        (first, *_) = group.equations
+        if first.primitive == "concatenate":
+            made = {use.value.id: use.value for use in group.uses if use.value.id in self.arrays}
+            yield [(value.shape, self.arrays[value.id]) for value in made.values()]
+        if first.primitive == STENCIL:
+            steps, sources = first.params["steps"], first.inputs
+            wide = [{one.id} if isinstance(one, Value) and math.prod(one.shape) > 1 else set() for one in sources]
+            read = list[frozenset[int]]()  # by each step
+            for step in steps:
+                read.append(frozenset().union(*(read[one] if one >= 0 else wide[~one] for one in step.operands)))
+                if step.kind == "concatenate":
+                    yield [(steps[one].shape, read[one]) for one in {*step.operands} if one >= 0]
 
     def _is_counted(self, group: Group) -> bool:
         """Whether its tables are among its numbers."""
@@ -115,6 +153,31 @@ class ResultTables:
                 alike = group.trips, group.outputs[0].value.shape, operands
             found[index] = first.setdefault(alike, (group.point, index))
         return found
+
+
+def _operations_with_several(parts: Sequence[_Part]) -> int:
+    """How many operations make several of these parts: those that are as large as each other and go over one array."""
+    operations: list[tuple[tuple[int, ...], list[frozenset[int]]]] = []  # how large its parts are, what each reads
+    for shape, arrays in parts:
+        alike = (others for size, others in operations if size == shape)
+        together = next((others for others in alike if any(arrays & other for other in others)), None)
+        if together is None:
+            operations.append((shape, [arrays]))
+        else:
+            together.append(arrays)
+    return sum(len(others) > 1 for _, others in operations)
+
+
+def _compares_with_bounds(equation: Equation) -> bool:
+    """Whether it compares several coordinates at once with the last ones that are in bounds."""
+    is_scatter = equation.primitive.startswith("scatter")
+    if not is_scatter and equation.primitive != "gather":
+        return False
+    mode = GatherScatterMode.from_any(equation.params["mode"])
+    if mode != (GatherScatterMode.CLIP if is_scatter else GatherScatterMode.FILL_OR_DROP):
+        return False
+    indices = equation.inputs[1]
+    return isinstance(indices, Value) and not indices.is_known and indices.shape[-1] > 1
 
 
 def _is_loop(group: Group) -> bool:
