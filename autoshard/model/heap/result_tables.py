@@ -10,7 +10,7 @@ program of which all other temporaries lie in the chip's own memory has no table
 One operation makes several of the parts that a concatenation joins, if these are as large as each other and go over
 one array: halves of it, or quotients and remainders. A gather that fills what is out of bounds compares its coordinates
 with the last ones that are not. Several of these are a constant array, which is fetched as arguments are. So are those
-by which a scatter is clipped.
+by which a scatter is clipped. What a gather does not compare is joined as it is read: its coordinates have no table.
 
 An argument is fetched while other work runs, once, if the chip's own memory holds a shard, and a result is taken out
 while other work runs. So a copy counts only where operations run before an argument's last use, or enough of them after
@@ -23,6 +23,7 @@ Source: buffers of training steps compiled for v5e:2x4 and v5p:2x2x2, and of pro
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,8 @@ class ResultTables:
     groups: dict[int, Group] = field(default_factory=dict)  # such groups, by their indices
     arrays: dict[int, frozenset[int]] = field(default_factory=dict)  # what is made again -> what is read for it
     joining: list[Group] = field(default_factory=list)  # that concatenate
-    bounds: int = 0  # constant arrays that coordinates are compared with
+    coordinates: set[int] = field(default_factory=set)  # what gathers read, and do not compare with bounds
+    bounds: set[tuple[int, ...]] = field(default_factory=set)  # constant arrays that coordinates are compared with
 
     def add_argument(self, argument: HeldArgument) -> None:
         """Notes the copy that fetches it."""
@@ -81,7 +83,10 @@ class ResultTables:
             self.arrays.update((made.value.id, read) for made in group.outputs)
         if group.equations[0].primitive in ("concatenate", STENCIL):
             self.joining.append(group)
-        self.bounds += sum(map(_compares_with_bounds, group.equations))
+        bounds = [one for equation in group.equations for one in _bounds(equation)]
+        self.bounds.update(bounds)
+        if group.equations[0].primitive == "gather" and not bounds:
+            self.coordinates.update(one.id for one in group.equations[0].inputs[1:] if isinstance(one, Value))
         if has_empty_reply(group):
             operands = group.equations[0].inputs
             made = (one.bytes for one in operands if isinstance(one, Value) and not one.from_outside)
@@ -117,8 +122,10 @@ class ResultTables:
             if not self._is_counted(self.groups[index]):
                 arrays[operation] += self.stored[index] + self.groups[index].runs_beside
         several = sum(count > 1 for count in arrays.values())
-        several += sum(_operations_with_several(parts) for group in self.joining for parts in self._joined(group))
-        return self.backend.number_bytes * (fetched + taken_out + several + self.bounds) + self.sent
+        joining = (one for one in self.joining if one.outputs[0].value.id not in self.coordinates)
+        together = (_made_together(parts) for group in joining for parts in self._joined(group))
+        several += len(set(itertools.chain(*together)))
+        return self.backend.number_bytes * (fetched + taken_out + several + len(self.bounds)) + self.sent
 
     def _joined(self, group: Group) -> Iterator[list[_Part]]:
         """The parts of each concatenation in a group: what is computed again there."""
@@ -155,8 +162,8 @@ class ResultTables:
         return found
 
 
-def _operations_with_several(parts: Sequence[_Part]) -> int:
-    """How many operations make several of these parts: those that are as large as each other and go over one array."""
+def _made_together(parts: Sequence[_Part]) -> Iterator[_Part]:
+    """Of each operation that makes several of these parts, how large they are, and the arrays that it goes over."""
     operations: list[tuple[tuple[int, ...], list[frozenset[int]]]] = []  # how large its parts are, what each reads
     for shape, arrays in parts:
         alike = (others for size, others in operations if size == shape)
@@ -165,19 +172,26 @@ def _operations_with_several(parts: Sequence[_Part]) -> int:
             operations.append((shape, [arrays]))
         else:
             together.append(arrays)
-    return sum(len(others) > 1 for _, others in operations)
+    yield from ((shape, frozenset().union(*arrays)) for shape, arrays in operations if len(arrays) > 1)
 
 
-def _compares_with_bounds(equation: Equation) -> bool:
-    """Whether it compares several coordinates at once with the last ones that are in bounds."""
+def _bounds(equation: Equation) -> Iterator[tuple[int, ...]]:
+    """The last coordinates in bounds, if XLA compares several at once with these: an array of constants."""
     is_scatter = equation.primitive.startswith("scatter")
     if not is_scatter and equation.primitive != "gather":
-        return False
-    mode = GatherScatterMode.from_any(equation.params["mode"])
-    if mode != (GatherScatterMode.CLIP if is_scatter else GatherScatterMode.FILL_OR_DROP):
-        return False
-    indices = equation.inputs[1]
-    return isinstance(indices, Value) and not indices.is_known and indices.shape[-1] > 1
+        return
+    array, indices, *updates = equation.inputs
+    mode, numbers = GatherScatterMode.from_any(equation.params["mode"]), equation.params["dimension_numbers"]
+    compares = mode == (GatherScatterMode.CLIP if is_scatter else GatherScatterMode.FILL_OR_DROP)
+    if not compares or not isinstance(indices, Value) or indices.is_known or indices.shape[-1] < 2:
+        return
+    if is_scatter:
+        apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        sizes = iter(updates[0].shape[dim] for dim in numbers.update_window_dims)
+        window = [1 if dim in apart else next(sizes) for dim in range(len(array.shape))]
+        yield tuple(array.shape[dim] - window[dim] for dim in numbers.scatter_dims_to_operand_dims)
+    else:
+        yield tuple(array.shape[dim] - equation.params["slice_sizes"][dim] for dim in numbers.start_index_map)
 
 
 def _is_loop(group: Group) -> bool:
