@@ -77,7 +77,7 @@ class ResultTables:
 
         Such a callback has one of each operand, and what it sends of the step's own.
         """
-        if group.is_recomputed and not group.is_boundary:
+        if group.is_recomputed and not group.is_boundary and not self._is_counted(group):
             wide = [use.value.id for use in group.uses if math.prod(use.value.shape) > 1]
             read = frozenset().union(*(self.arrays.get(value, {value}) for value in wide))
             self.arrays.update((made.value.id, read) for made in group.outputs)
