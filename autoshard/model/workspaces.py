@@ -396,8 +396,6 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         "compute_on": 2,
         "eigh": 5,
         **dict.fromkeys(("coo_fromdense", "csr_fromdense"), 1),
-        "coo_matmat": 4,
-        "csr_matvec": 4,
         "lu_pivots_to_permutation": 8,
         "random_gamma": 23,
         **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 3),
@@ -408,6 +406,14 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         "svd": 21,
         "tridiagonal_solve": 17,
     },
+}
+# Sparse matrices: which operands are fetched while the first of their operations runs, as in programs for v5e.
+_FETCHED_BESIDE: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(("coo_fromdense", "csr_fromdense"), frozenset({0})),
+    "coo_todense": frozenset({0, 2}),
+    "csr_todense": frozenset({0, 1}),
+    **dict.fromkeys(("coo_matmat", "coo_matvec"), frozenset({0, 2, 3})),
+    **dict.fromkeys(("csr_matmat", "csr_matvec"), frozenset({0, 1, 3})),
 }
 _OF_ONE_MATRIX = frozenset({"cholesky", "eigh"})  # of a batch, the counters of the loops over it are in registers
 _PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
@@ -434,7 +440,19 @@ def known_keys(group: Group) -> set[int]:
 
 def is_counted(backend: str, equation: Equation) -> bool:
     """Whether what an operation has outside a chip's own memory was counted in compiled programs, its operands too."""
+    if consists_of_several(equation):
+        return False
     return equation.primitive in _SCALARS.get(backend, {}) or (backend == "tpu" and is_loop_over_rows(equation))
+
+
+def consists_of_several(equation: Equation) -> bool:
+    """Whether it becomes several operations, of which XLA leaves out what makes results that nothing reads."""
+    return equation.primitive in _FETCHED_BESIDE
+
+
+def is_fetched_beside(equation: Equation, operand: int) -> bool:
+    """Whether an operand is fetched while the operation runs that reads it: one of the last of those it consists of."""
+    return operand in _FETCHED_BESIDE.get(equation.primitive, ())
 
 
 def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> int:

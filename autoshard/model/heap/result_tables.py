@@ -34,7 +34,7 @@ from jax.lax import GatherScatterMode
 from autoshard.model.groups import Group
 from autoshard.model.heap.number_terms import has_empty_reply
 from autoshard.model.memory_terms import HeldArgument, HeldOutput
-from autoshard.model.workspaces import is_counted
+from autoshard.model.workspaces import consists_of_several, is_counted, is_fetched_beside
 from autoshard.model.xla.backends import Backend
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Value
@@ -54,6 +54,7 @@ class ResultTables:
     backend: Backend
     devices: int
     used: list[Sequence[Group]] = field(default_factory=list)  # per argument that fits the chip, who uses it
+    fetched: int = 0  # other arguments, which operations fetch while they run
     made: list[Group] = field(default_factory=list)  # of each result
     sent: float = 0.0  # bytes of what callbacks without a result send and receive
     stored: Counter[int] = field(default_factory=Counter)  # index of a group -> arrays that it makes
@@ -69,7 +70,9 @@ class ResultTables:
         users = [group for group, _ in argument.uses]
         if not fits or not users or math.prod(argument.value.shape) == 1:
             return
-        if not self._is_counted(max(users, key=lambda group: group.point)):
+        if any(is_fetched_beside(use.equation, use.operand) for _, use in argument.uses):
+            self.fetched += 1
+        elif not self._is_counted(max(users, key=lambda group: group.point)):
             self.used.append(users)
 
     def add_group(self, group: Group) -> None:
@@ -98,6 +101,8 @@ class ResultTables:
         group = output.group
         if not (output.is_stored or output.has_buffer) or group.is_boundary or group.is_idle:
             return
+        if consists_of_several(group.equations[0]) and not output.reads.get(output.value.id):
+            return
         if output.has_buffer and math.prod(output.value.shape) > 1:
             self.made.append(group)
         self.stored[group.index] += 1
@@ -115,7 +120,7 @@ class ResultTables:
             """How many operations begin before that of a group."""
             return bisect.bisect_left(order, operation_of.get(group.index, (group.point, 0)))
 
-        fetched = sum(max(map(before, users)) >= _BEFORE_FETCHED for users in self.used)
+        fetched = self.fetched + sum(max(map(before, users)) >= _BEFORE_FETCHED for users in self.used)
         taken_out = sum(len(order) - 1 - before(group) >= _AFTER_MADE for group in self.made)
         arrays = Counter[tuple[int, int]]()
         for index, operation in operation_of.items():
