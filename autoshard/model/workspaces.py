@@ -22,6 +22,7 @@ from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.operations import is_loop_over_rows
+from autoshard.model.xla.units.rows import gathered_bytes, scattered_bytes
 from autoshard.primitives import primitives_where
 from autoshard.program import Equation, Value
 
@@ -321,6 +322,14 @@ def _sorted_elements(shards: ShardBytes) -> float:
     return least if 0.0 in shards.results else copied(shards) + least
 
 
+def _picked_rows(shards: ShardBytes) -> float:
+    is_loop = is_loop_over_rows(shards.equation)
+    return gathered_bytes(
+        shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result, is_loop=is_loop
+    )
+
+
+_SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         "approx_top_k": _sorted_on_cpu,
@@ -344,9 +353,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "random_bits": _threefry_bits,
         "random_fold_in": _threefry_keys,
         "random_split": _threefry_keys,
-        **dict.fromkeys(
-            ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _batched_updates
-        ),
+        **dict.fromkeys(_SCATTERS, _batched_updates),
         "schur": copied,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
@@ -377,6 +384,8 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "compute_on": _given_to_host,
+        "gather": _picked_rows,
+        **dict.fromkeys(_SCATTERS, lambda shards: scattered_bytes(shards.equation, *shards.operands[::2])),
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,
