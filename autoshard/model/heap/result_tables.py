@@ -87,7 +87,7 @@ class ResultTables:
         if group.equations[0].primitive in ("concatenate", STENCIL):
             self.joining.append(group)
         bounds = [one for equation in group.equations for one in _bounds(equation)]
-        self.bounds.update(bounds)
+        self.bounds.update(() if self._is_counted(group) else bounds)
         if group.equations[0].primitive == "gather" and not bounds:
             self.coordinates.update(one.id for one in group.equations[0].inputs[1:] if isinstance(one, Value))
         if has_empty_reply(group):
