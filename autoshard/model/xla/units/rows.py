@@ -24,7 +24,7 @@ _TILE: Tile = (8, 128)
 _MOST_ROW_BYTES = 2**27  # of an array in rows that are padded to more than twice their size
 _MOST_BYTES_ADDED_TO = 2**29  # the same of an array that rows are added to; 1 GiB is not
 _FEW = 2**-5  # of its own rows, from which on they are not few; 2**-9 are
-_ROW_BYTES_IN_CHIP = 2**26
+_ROW_BYTES_IN_CHIP = 2**26  # such a copy lies in the chip; one of 2**27 does not
 _ALWAYS_PADDED = 2.0  # times its size to which a row is padded at most, where all arrays are copied
 
 
