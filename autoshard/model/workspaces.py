@@ -18,6 +18,7 @@ import numpy as np
 from jax.lax import RandomAlgorithm
 
 from autoshard.model.groups import Group
+from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
@@ -322,17 +323,11 @@ def _sorted_elements(shards: ShardBytes) -> float:
     return least if 0.0 in shards.results else copied(shards) + least
 
 
-def _picked_rows(shards: ShardBytes) -> float:
-    is_loop = is_loop_over_rows(shards.equation)
-    return gathered_bytes(
-        shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result, is_loop=is_loop
-    )
-
-
 _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         "approx_top_k": _sorted_on_cpu,
+        "bcoo_dot_general": lambda shards: product_bytes(shards.equation, *shards.operands[:2]),
         "cholesky": copied,
         "dot_general": _widened_product,
         "eig": copied_and_results,
@@ -384,7 +379,9 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "compute_on": _given_to_host,
-        "gather": _picked_rows,
+        "gather": lambda shards: gathered_bytes(
+            shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result
+        ),
         **dict.fromkeys(_SCATTERS, lambda shards: scattered_bytes(shards.equation, *shards.operands[::2])),
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,

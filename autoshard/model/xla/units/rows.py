@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoshard.model.xla.operations import LEAST_LOOP_ROWS
+from autoshard.model.xla.operations import LEAST_LOOP_ROWS, is_loop_over_rows
 from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.program import Equation
 
@@ -28,9 +28,7 @@ _ROW_BYTES_IN_CHIP = 2**26  # such a copy lies in the chip; one of 2**27 does no
 _ALWAYS_PADDED = 2.0  # times its size to which a row is padded at most, where all arrays are copied
 
 
-def gathered_bytes(
-    equation: Equation, operand: float, result: float, *, is_result: bool = False, is_loop: bool = False
-) -> float:
+def gathered_bytes(equation: Equation, operand: float, result: float, *, is_result: bool = False) -> float:
     """Bytes that a gather takes beside its operand and its result, as other operations read and write these.
 
     Args:
@@ -38,12 +36,11 @@ def gathered_bytes(
         operand: bytes of the array on one device.
         result: bytes of what is picked.
         is_result: whether the program returns that: then it is copied into the result's buffer.
-        is_loop: whether a loop picks row by row.
     """
     numbers = equation.params["dimension_numbers"]
     single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in single]
-    padding = _padding(window)
+    padding, is_loop = _padding(window), is_loop_over_rows(equation)
     if padding == 1 or not (is_loop or (_are_many(equation) and _is_in_rows(operand * padding, padding))):
         return 0.0
     picked = result * (padding if is_result else padding - 1)
