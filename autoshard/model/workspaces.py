@@ -18,10 +18,12 @@ import numpy as np
 from jax.lax import RandomAlgorithm
 
 from autoshard.model.groups import Group
+from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.operations import is_loop_over_rows
+from autoshard.model.xla.units.rows import gathered_bytes, scattered_bytes
 from autoshard.primitives import primitives_where
 from autoshard.program import Equation, Value
 
@@ -321,9 +323,11 @@ def _sorted_elements(shards: ShardBytes) -> float:
     return least if 0.0 in shards.results else copied(shards) + least
 
 
+_SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         "approx_top_k": _sorted_on_cpu,
+        "bcoo_dot_general": lambda shards: product_bytes(shards.equation, *shards.operands[:2]),
         "cholesky": copied,
         "dot_general": _widened_product,
         "eig": copied_and_results,
@@ -344,9 +348,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "random_bits": _threefry_bits,
         "random_fold_in": _threefry_keys,
         "random_split": _threefry_keys,
-        **dict.fromkeys(
-            ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _batched_updates
-        ),
+        **dict.fromkeys(_SCATTERS, _batched_updates),
         "schur": copied,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
@@ -377,6 +379,10 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "compute_on": _given_to_host,
+        "gather": lambda shards: gathered_bytes(
+            shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result
+        ),
+        **dict.fromkeys(_SCATTERS, lambda shards: scattered_bytes(shards.equation, *shards.operands[::2])),
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,
@@ -396,8 +402,6 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         "compute_on": 2,
         "eigh": 5,
         **dict.fromkeys(("coo_fromdense", "csr_fromdense"), 1),
-        "coo_matmat": 4,
-        "csr_matvec": 4,
         "lu_pivots_to_permutation": 8,
         "random_gamma": 23,
         **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 3),
@@ -408,6 +412,14 @@ _SCALARS: Mapping[str, Mapping[str, int]] = {
         "svd": 21,
         "tridiagonal_solve": 17,
     },
+}
+# Sparse matrices: which operands are fetched while the first of their operations runs, as in programs for v5e.
+_FETCHED_BESIDE: Mapping[str, frozenset[int]] = {
+    **dict.fromkeys(("coo_fromdense", "csr_fromdense"), frozenset({0})),
+    "coo_todense": frozenset({0, 2}),
+    "csr_todense": frozenset({0, 1}),
+    **dict.fromkeys(("coo_matmat", "coo_matvec"), frozenset({0, 2, 3})),
+    **dict.fromkeys(("csr_matmat", "csr_matvec"), frozenset({0, 1, 3})),
 }
 _OF_ONE_MATRIX = frozenset({"cholesky", "eigh"})  # of a batch, the counters of the loops over it are in registers
 _PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
@@ -434,7 +446,19 @@ def known_keys(group: Group) -> set[int]:
 
 def is_counted(backend: str, equation: Equation) -> bool:
     """Whether what an operation has outside a chip's own memory was counted in compiled programs, its operands too."""
+    if consists_of_several(equation):
+        return False
     return equation.primitive in _SCALARS.get(backend, {}) or (backend == "tpu" and is_loop_over_rows(equation))
+
+
+def consists_of_several(equation: Equation) -> bool:
+    """Whether it becomes several operations, of which XLA leaves out what makes results that nothing reads."""
+    return equation.primitive in _FETCHED_BESIDE
+
+
+def is_fetched_beside(equation: Equation, operand: int) -> bool:
+    """Whether an operand is fetched while the operation runs that reads it: one of the last of those it consists of."""
+    return operand in _FETCHED_BESIDE.get(equation.primitive, ())
 
 
 def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> int:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
+from jax.experimental import checkify, sparse
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of
@@ -51,6 +51,20 @@ def assert_ragged_product_as_compiled(name):
 @pytest.mark.parametrize("name", RAGGED)
 def test_ragged_products_hold_tokens_once_per_group(name):
     assert_ragged_product_as_compiled(name)
+
+
+def of_sparse(elements, places, other):
+    return sparse.BCOO((elements, places), shape=(400, 300)) @ other
+
+
+SPARSE = f32(5000), jax.ShapeDtypeStruct((5000, 2), np.int32), f32(300, 16)
+
+
+def test_sparse_products_hold_a_row_per_element(monkeypatch):
+    assert_peak_as_compiled(of_sparse, *SPARSE, rel=0.1, fixed={"*": P()})
+    monkeypatch.setattr(workspaces, "product_bytes", lambda *sizes: 0.0)
+    with pytest.raises(AssertionError):
+        assert_peak_as_compiled(of_sparse, *SPARSE, rel=0.5, fixed={"*": P()})
 
 
 def test_a_workspace_that_is_left_out_is_caught(monkeypatch):

@@ -129,11 +129,11 @@ def is_loop_over_rows(equation: Equation) -> bool:
     dims = [dim for dim in range(len(shapes[0])) if dim not in {*numbers.operand_batching_dims, *dropped}]
     if name == "gather":
         sizes = equation.params["slice_sizes"]
-        if count < _LEAST_LOOP_ROWS:
+        if count < LEAST_LOOP_ROWS:
             return any(sizes[dim] < shapes[0][dim] for dim in dims if dim >= len(shapes[0]) - 2)
         return any(_LEAST_ROW_PART <= sizes[dim] < shapes[0][dim] for dim in dims)
     parts = [shapes[2][dim] for dim in numbers.update_window_dims]
-    begins = count < _LEAST_LOOP_ROWS and not {*dims}.isdisjoint(numbers.scatter_dims_to_operand_dims)
+    begins = count < LEAST_LOOP_ROWS and not {*dims}.isdisjoint(numbers.scatter_dims_to_operand_dims)
     return begins or any(part < shapes[0][dim] for part, dim in zip(parts, dims, strict=True))
 
 
@@ -149,7 +149,7 @@ def _guarding_operations(equation: Equation) -> int:
 
 def _extra_operations(equation: Equation) -> int:
     """Operations that XLA makes of an equation beside the first."""
-    if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < _LEAST_LOOP_ROWS:
+    if equation.primitive == "gather" and math.prod(equation.inputs[1].shape[:-1]) < LEAST_LOOP_ROWS:
         return 0
     if equation.primitive == "tridiagonal_solve":  # one row after the other
         return max(0, _OPERATIONS_OF_SYSTEM_ROW * (equation.inputs[0].shape[-1] - 1) - 2)
@@ -199,7 +199,7 @@ _NEVER_SCALAR_WORK = frozenset({"reduce_precision"})  # run as vector work on a 
 _OPERATIONS_OF_GUARD = 2  # is it out of bounds; and what lies there, if so. Along a split dim there are one or none
 _OPERATIONS_PER_DIM = 3  # of random bits: counting the places along a dim
 _LEAST_ROW_PART = 8  # elements; XLA for TPU picks smaller parts of a row as single elements
-_LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other
+LEAST_LOOP_ROWS = 16  # rows of a gather, or updates of a scatter; fewer are picked one after the other
 _NEUTRAL = {"add": 0, "max": -math.inf, "min": math.inf, "mul": 1, "sub": 0}  # numbers that change nothing
 _MOST_BETWEEN = 64  # groups that are looked at to see for which others one waits
 _OPERATIONS_PER_ROW = {"gather": 3, "scatter": 4}  # in a loop over rows

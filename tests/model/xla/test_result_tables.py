@@ -147,6 +147,36 @@ def test_peaks_of_few_operations(name):
     assert found.predicted_peak == pytest.approx(found.actual_peak, abs=4096), str(found)
 
 
+def columns(x):
+    """Two coordinates that follow from one array."""
+    return tuple((x[:, :2].astype(jnp.int32) * 3 // 5 + 2).T)
+
+
+def cycles(x):
+    return jnp.concatenate([jnp.sin(x), jnp.cos(x), x + 1])
+
+
+JOINED = {  # function of one small array; each makes a number, too, that lies outside the chip
+    "halves": lambda x: jnp.concatenate([-x[:, 16:], x[:, :16]], 1) * x.sum(),
+    "cycles": lambda x: cycles(jnp.cumsum(x, 0)) * x.sum(),
+    "coordinates that fill": lambda x: x.at[columns(x)].get(mode="fill") * x.sum(),
+    "coordinates that are not compared": lambda x: x.at[columns(x)].get(mode="clip") * x.sum(),
+    "coordinates of two gathers": lambda x: sum(y.at[columns(x)].get(mode="fill") for y in (x, x + 1)) * x.sum(),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_peaks_of_what_is_joined(name):
+    found = of_one_array(JOINED[name]).verify(target="v5e:2x4")
+    assert found.predicted_peak == pytest.approx(found.actual_peak, abs=4096), str(found)
+
+
+def test_parts_without_tables_are_caught(monkeypatch):
+    monkeypatch.setattr(ResultTables, "_joined", lambda tables, group: iter(()))
+    found = of_one_array(JOINED["halves"]).verify(target="v5e:2x4")
+    assert found.predicted_peak <= found.actual_peak - 12 * 2**10
+
+
 def test_tables_of_what_lies_in_the_chip_are_caught(monkeypatch):
     """Where they would be counted though nothing else lies outside the chip's own memory."""
     fn = FEW_OPERATIONS["temporaries that lie in the chip"]
