@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.jaxprs import JaxprEqn
@@ -21,10 +21,21 @@ class ShardedArray:
     copy_layout: Layout | None = None
     made_by: tuple[JaxprEqn, list[ShardedArray]] | None = None  # inside a stencil: the equation and its operands
 
-    @property
-    def shell(self) -> ShardedArray:
-        """Its layouts alone: what may outlive the trace that the arrays belong to."""
-        return ShardedArray(None, self.layout, None, self.copy_layout)
+    def holding(self, array: Any, copy: Any) -> ShardedArray:
+        """The same with other arrays: those of another trace, or behind a barrier."""
+        return replace(self, array=array, copy=copy)
+
+
+def shells(made: Sequence[ShardedArray], operands: Sequence[ShardedArray]) -> list[ShardedArray]:
+    """What a body of its own trace makes, without arrays of that trace.
+
+    What the body hands on as it got it still knows what made it.
+    """
+    outside = {id(entry.made_by) for entry in operands}
+    return [
+        replace(entry, array=None, copy=None, made_by=entry.made_by if id(entry.made_by) in outside else None)
+        for entry in made
+    ]
 
 
 def unfolded(

@@ -248,3 +248,37 @@ def test_a_rim_from_the_wrong_side_is_caught(monkeypatch):
     step, placed, u = on(mesh_of({"data": 8}), P("data"), by_roll, (64, 64))
     with pytest.raises(AssertionError):
         assert_equal([jax.device_get(step(placed))], [jax.device_get(jax.jit(by_roll)(u))])
+
+
+@jax.custom_jvp
+def same(x):
+    return x
+
+
+same.defjvp(lambda primals, tangents: (*primals, *tangents))
+same_backward = jax.custom_vjp(lambda x: x)
+same_backward.defvjp(lambda x: (x, None), lambda _, ct: (ct,))
+HANDED_ON = {
+    "custom_jvp": same,
+    "custom_vjp": same_backward,
+    "checkpoint": jax.checkpoint(lambda x: (x, jnp.sin(x))[0]),
+    "all": lambda x: same(jax.checkpoint(same_backward)(x)),
+}
+
+
+@pytest.mark.parametrize("handed_on", HANDED_ON.values(), ids=HANDED_ON)
+def test_what_a_function_hands_on_is_inside_a_stencil_all_the_same(handed_on):
+    def rolled(x):
+        return jnp.concatenate([handed_on(x[3:]), handed_on(x[:3])])
+
+    def smoothed(x):
+        padded = handed_on(jnp.pad(x, ((1, 1), (0, 0))))
+        return padded[2:] + padded[:-2] - 2 * x
+
+    def step(x):
+        loss = jax.checkpoint(lambda x: jnp.sum(jnp.sin(rolled(x)) ** 3) + jnp.sum(smoothed(x) ** 2))
+        return rolled(x), smoothed(x), jax.grad(loss)(x)
+
+    split, placed, u = on(mesh_of({"data": 8}), P("data"), step, (1024, 64))
+    assert_equal(list(split(placed)), list(jax.jit(step)(u)))
+    assert {one.kind for one in split.plan(placed).predicted.collectives} == {"collective_permute"}
