@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from autoshard import autoshard
-from autoshard.stages import planned_pipeline, planning
+from autoshard import options as deadlines
+from autoshard.stages import planning
 
 LIMIT = 60.0
 ARGUMENTS = [jax.ShapeDtypeStruct((rows, 8), "float32") for rows in (8, 8, 16)]
@@ -31,7 +32,7 @@ def test_programs_share_the_time_limit(monkeypatch, search):
         return made(program, replace(options, search=None), *rest)
 
     monkeypatch.setattr(planning, "planned", planned)
-    for one in (planning, planned_pipeline):
+    for one in (planning, deadlines):
         monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: now[0]))
     mesh = AbstractMesh((2, 2), ("stage", "data"))
     options = {"pipeline": {"stages": 2, "microbatches": 2}, "search": search, "time_limit": LIMIT}

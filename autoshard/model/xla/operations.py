@@ -326,6 +326,7 @@ def running_beside(
                     (array, loop)
                     for array, size, loop in made_in
                     if size == over and loop[0] >= least and waits_for.intersection(loop) == {makers[array]}
+                    if all(_kinds(groups[one]) == _kinds(group) for one in loop if not groups[one].fuses)
                 ),
                 None,
             )
@@ -351,6 +352,11 @@ def running_beside(
         if group.fuses:
             loops.update((made.value.id, (over, operation)) for made in group.outputs)
     return found
+
+
+def _kinds(group: Group) -> set[object]:
+    """The types that it makes. Of sums in numbers as they are, and wider, a loop makes one kind."""
+    return {made.value.dtype for made in group.outputs}
 
 
 def _goes_over(group: Group) -> tuple | None:

@@ -190,3 +190,13 @@ def test_each_sum_is_part_of_the_loop_that_stores_its_array():
     assert len(sums) == 2 and all({use.value.id for use in group.uses} <= group.read_before for group in sums)
     made = {one.value.id for group in groups if group.fuses for one in group.outputs}
     assert [len(made & group.read_before) for group in sums] == [1, 2]  # the second waits for the first
+
+
+def test_sums_of_narrow_numbers_and_of_these_in_wider_ones_are_two_operations():
+    def step(x):
+        made = jnp.tanh(x) * 2
+        return made, made.astype(jnp.float32).sum(1), made.max(0)
+
+    narrow = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
+    assert [group.runs_beside for group in groups_in(step, narrow) if group.reduction] == [True, False]
+    assert all(group.runs_beside for group in groups_in(step, f32(*SHAPE)) if group.reduction)
