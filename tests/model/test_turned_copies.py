@@ -49,7 +49,7 @@ def test_products_of_a_batch_of_weights_are_turned(monkeypatch):
 
     def made():
         layouts = {"in_shardings": (jax.P(), jax.P()), "out_shardings": jax.P()}
-        return autoshard.evaluate(products, f32(100, 60), f32(50, 60, 100), mesh=mesh_of(AXES), **layouts)
+        return autoshard.evaluate(products, f32(100, 8), f32(50, 8, 100), mesh=mesh_of(AXES), **layouts)
 
     assert_low_without(monkeypatch, overwriting, "_turned", lambda group: set(), made)
 
