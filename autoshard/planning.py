@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import find, keep, key_of
-from autoshard.compiled.memory_check import PAGE_BYTES, MemoryWarning, is_over, over_limit_error, within_limit
+from autoshard.compiled.memory_check import MemoryWarning, is_over, over_limit_error, with_rounding, within_limit
 from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
@@ -116,7 +116,7 @@ def checked(
                 keep(options.cache, key_of(program, rules, options), made)
         plan = made
     if is_over(plan, options.memory):
-        if options.is_memory_given and before is not None and is_over(plan, options.memory, PAGE_BYTES):
+        if options.is_memory_given and before is not None and is_over(plan, with_rounding(options.memory)):
             raise over_limit_error(plan, options.memory)
         warnings.warn(f"{plan.name}: {plan.warnings[-1]}", MemoryWarning, stacklevel=5)
     return plan

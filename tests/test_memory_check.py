@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from oracles import mesh_of, v5e
 
 from autoshard import MemoryLimitError, MemoryWarning, Plan, autoshard, planning
+from autoshard.compiled import memory_check
 from autoshard.compiled.memory_check import REPLANS, within_limit
 from autoshard.options import bytes_of
 
@@ -85,6 +86,17 @@ def test_what_cannot_be_mended_is_said_with_its_numbers(blind):
         autoshard(jnp.tanh, mesh=MESH, memory="1KiB")(BATCH)
     fits = autoshard(jnp.tanh, mesh=MESH, memory=caught.value.needed).plan(BATCH)
     assert fits.compiled_peak == caught.value.needed
+
+
+def test_a_small_step_is_over_its_limit_by_less_than_a_page(monkeypatch):
+    made = autoshard(jnp.tanh, mesh=MESH, memory=80)
+    monkeypatch.setattr(memory_check, "_compiled_peak", lambda *_: 90.0)
+    with pytest.raises(MemoryLimitError) as caught:
+        made.plan(jnp.ones(64))
+    assert caught.value.needed == 90
+    monkeypatch.setattr(memory_check, "_compiled_peak", lambda *_: 84.0)
+    with pytest.warns(MemoryWarning):
+        made.plan(jnp.ones(64))
 
 
 def test_what_does_not_fit_the_devices_runs_with_a_warning(blind):

@@ -31,6 +31,7 @@ Compiler = Callable[[AnyPlan], jax.stages.Compiled]
 
 
 PAGE_BYTES = 4096  # buffers are rounded, flags and counters added: less than that says nothing of whether a plan fits
+ROUNDING_SHARE = 0.1  # of a limit of a few pages: by more than that a plan is over, be it less than a page
 UNTRIED = ("remat='auto'",)  # what a train step may hold less by, where nobody says what was asked for
 
 
@@ -38,7 +39,7 @@ class MemoryWarning(UserWarning):
     """The compiled program of a plan needs more memory than the limit, and so do those of plans made to hold less.
 
     It is of a limit that the user did not set, the memory of the devices, or of a plan that the user gave. A plan over
-    a limit that the user set, by more than a page of 4 KiB, is a `MemoryLimitError` instead.
+    a limit that the user set, by more than a page of 4 KiB or a tenth of the limit, is a `MemoryLimitError` instead.
     """
 
 
@@ -88,9 +89,18 @@ def within_limit(
     return _with_figures(tried, limit, untried) if tried else plan
 
 
-def is_over(plan: PlanData, limit: float, rounding: float = 0.0) -> bool:
-    """Whether a plan that has been held against the limit is over it, by more than `rounding` bytes."""
-    return plan.compiled_peak is not None and not fits(plan.compiled_peak, limit + rounding)
+def is_over(plan: PlanData, limit: float) -> bool:
+    """Whether a plan that has been held against the limit is over it."""
+    return plan.compiled_peak is not None and not fits(plan.compiled_peak, limit)
+
+
+def with_rounding(limit: float) -> float:
+    """The limit, and by how much a program may be over it that is said to fit.
+
+    >>> with_rounding(2**30) - 2**30, with_rounding(2000)
+    (4096, 2200.0)
+    """
+    return limit + min(PAGE_BYTES, ROUNDING_SHARE * limit)
 
 
 def over_limit_error(plan: PlanData, limit: float) -> MemoryLimitError:
@@ -117,7 +127,7 @@ def confirmed(
     if plan is None:
         return error
     peak = _compiled_peak(compiled, plan)
-    if peak is None or math.isinf(peak) or fits(peak, error.needed + PAGE_BYTES):
+    if peak is None or math.isinf(peak) or fits(peak, with_rounding(error.needed)):
         return error
     return MemoryLimitError(
         f"{plan.name}: no plan fits in {bytes_text(error.budget)} per device. The leanest is predicted to hold "

@@ -12,6 +12,7 @@ from programs import f32
 
 import autoshard
 from autoshard.mesh.topology import Link
+from autoshard.model.heap import overwriting
 from autoshard.model.memory_terms import HeldOutput
 from autoshard.model.resharding_memory import Resharding
 
@@ -38,6 +39,19 @@ def test_gathered_columns_are_turned(monkeypatch):
         return autoshard.evaluate(gathered, f32(1024, 256), f32(256, 64), mesh=mesh_of(AXES), **layouts)
 
     assert_low_without(monkeypatch, Resharding, "_pieces_transposed", lambda *_: math.inf, made)
+
+
+def test_products_of_a_batch_of_weights_are_turned(monkeypatch):
+    """XLA makes one product of them all, whose columns elementwise work reads in another order than it writes."""
+
+    def products(x, weights):
+        return jnp.sum(jnp.tanh(jnp.tanh(jax.vmap(lambda w: x @ w)(weights))) @ jnp.ones((100, 1)))
+
+    def made():
+        layouts = {"in_shardings": (jax.P(), jax.P()), "out_shardings": jax.P()}
+        return autoshard.evaluate(products, f32(100, 8), f32(50, 8, 100), mesh=mesh_of(AXES), **layouts)
+
+    assert_low_without(monkeypatch, overwriting, "_turned", lambda group: set(), made)
 
 
 def scattered_layers(layer, weights):

@@ -54,5 +54,23 @@ def is_overwritten(
 def _first_that_fits(group: Group, readers: Mapping[int, Sequence[Reader]]) -> Value | None:
     """The first operand of a group that nothing else reads, and that is as large as what it makes."""
     made = {one.value.bytes for one in group.outputs}
-    operands = (use.value for use in group.uses if len(readers[use.value.id]) == 1)
+    turned = _turned(group)
+    operands = (use.value for use in group.uses if len(readers[use.value.id]) == 1 and use.value.id not in turned)
     return next((one for one in operands if not one.from_outside and one.bytes in made), None)
+
+
+def _turned(group: Group) -> set[int]:
+    """Ids of what a group reads in another order than it writes: elements would be written before they are read."""
+    found: set[int] = set()
+    for equation in reversed(group.equations):
+        if _moves_elements(equation) or any(made.id in found for made in equation.outputs):
+            found.update(value.id for value in equation.inputs if isinstance(value, Value))
+    return found
+
+
+def _moves_elements(equation: Equation) -> bool:
+    """Whether it transposes dims of more than one element."""
+    if equation.primitive != "transpose":
+        return False
+    order = [dim for dim in equation.params["permutation"] if equation.inputs[0].shape[dim] > 1]
+    return order != sorted(order)
