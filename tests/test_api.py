@@ -680,7 +680,13 @@ def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
     free = autoshard.plan(step, WEIGHTS, BATCH, **options)
     assert CPU.usable * error.needed < free.predicted.peak_bytes
     text, needed = str(error), f"{error.needed / 1024:.1f} KiB"
-    assert text.startswith(f"no sharding fits in 700 B per device; the smallest limit that does is {needed}")
+    assert text.startswith("step: no plan fits in 700 B per device. The leanest is predicted to hold ")
+    assert f"and holds {needed} by XLA's account of its compiled program.\nTry memory='3KiB'" in text
+    options["mesh"] = AbstractMesh(tuple(SHAPE.values()), tuple(SHAPE))  # for which nothing is compiled
+    with pytest.raises(MemoryLimitError) as caught:
+        autoshard.plan(step, WEIGHTS, BATCH, **options, memory="700 B")
+    text = str(caught.value)
+    assert text.startswith("no sharding fits in 700 B per device; the smallest limit that does is ")
     assert "value float32[16, 32] 2.0 KiB (test_api.py:" in text and "memory='" in text
 
 

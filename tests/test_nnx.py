@@ -353,6 +353,21 @@ def test_a_clone_shares_arrays_that_are_donated(donated):
     assert losses == sorted(losses, reverse=True)
 
 
+def test_a_variable_that_is_an_argument_keeps_its_array():
+    """Donated or not, unless the step gives it another one, as under `nnx.jit`; it is no state."""
+
+    def step(scale, offset, x):
+        offset[...] += 1
+        return scale[...] * x
+
+    scale, offset = nnx.Param(jnp.ones(X.shape)), nnx.Param(jnp.zeros(8))
+    decorated = sharded(step, donate_argnums=(0, 1))
+    for _ in range(2):
+        np.testing.assert_allclose(decorated(scale, offset, X), X)
+    np.testing.assert_allclose(scale[...], 1)
+    np.testing.assert_allclose(offset[...], 2)
+
+
 def test_a_step_that_raises_leaves_its_module():
     def step(model, x):
         model.kernel[...] = model.kernel[...] * 2

@@ -84,10 +84,7 @@ class ModuleChanges:
     static: tuple[tuple[int, Any], ...]  # per static leaf of `values`, its place and what it is
     takes_static: bool  # whether leaves of the arguments outside of modules are no arrays
     in_place: Mapping[int, int]  # flat argument -> the flat result that replaces it in its module
-    untouched: frozenset[int]  # flat arguments that modules and variables hold after the step, too
-    kept: frozenset[
-        int
-    ]  # those of them that stand in modules: donated or not, these must not be left with deleted arrays
+    untouched: frozenset[int]  # flat arguments that modules hold after the step, too: donated or not, they are kept
     result_paths: tuple[_Path, ...]  # of keys, one per flat result, from the argument or the result on
     shown: Tree  # the step's result, as its author sees it, of the flat results and then the flat arguments
 
@@ -321,7 +318,6 @@ class TracedModules:
         result_paths: list[_Path] = []
         in_place: dict[int, int] = {}
         untouched: set[int] = set()
-        owners: dict[int, int] = {}  # flat argument -> its module
         order: list[int | None] = []
         for place, (leaf, path) in enumerate(zip(leaves, paths, strict=True)):
             if place in skipped:
@@ -337,7 +333,6 @@ class TracedModules:
                         in_place[argument] = len(results)
                     else:
                         untouched.add(argument)
-                        owners[argument] = modules.keys[place][0]
                         order.append(argument)
             if is_changed:
                 order.append(len(self._tracers) + len(results))
@@ -354,7 +349,6 @@ class TracedModules:
             takes_static=any(id(leaf) not in arguments for leaf in jax.tree.leaves(beside)),
             in_place=in_place,
             untouched=frozenset(untouched),
-            kept=frozenset(i for i in untouched if not isinstance(self._modules[owners[i]], nnx.Variable)),
             result_paths=tuple(result_paths),
             shown=_shown(
                 structure,

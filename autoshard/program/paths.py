@@ -62,7 +62,6 @@ class Places:
     results: Sequence[tuple]  # a key path per flat result
     donated: frozenset[int]  # arguments whose memory results may take
     in_place: Mapping[int, int] = field(default_factory=dict)  # argument in a module -> result that replaces it there
-    untouched: frozenset[int] = frozenset()  # arguments that their modules hold after the step, too
 
 
 def carried_results(
@@ -101,6 +100,6 @@ def carried_results(
         if a in pairs or not (len(path) > 2 or a in places.donated):
             continue  # a bare array argument is state only if the user says so by donating it
         take(a, by_path.get((below_top(path[2:]), kind), []))
-    for a in sorted(places.donated - pairs.keys() - places.untouched):
+    for a in sorted(places.donated - pairs.keys()):
         take(a, [i for i, kind in enumerate(results) if kind == arguments[a]])
     return pairs

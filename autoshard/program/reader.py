@@ -102,7 +102,7 @@ class Reader:
             constants=constants,
             results=results,
             result_names=tuple(replaced.get(i) or slashed(path) for i, path in enumerate(places.results)),
-            donated=places.donated - (places.untouched - carried.keys()),
+            donated=places.donated,
             carried=carried,
             in_tree=in_tree,
             out_tree=out_tree,

@@ -114,8 +114,8 @@ def traced_step(
     places = Places(in_tree.array_paths, result.tree.array_paths, frozenset(i for i, flag in enumerate(flags) if flag))
     out_tree, changes = result.tree, recorded[-1] if recorded else None
     if changes is not None:
-        out_tree, donated = changes.shown, places.donated - changes.kept
-        places = replace(places, donated=donated, in_place=changes.in_place, untouched=changes.untouched)
+        out_tree = changes.shown
+        places = replace(places, donated=places.donated - changes.untouched, in_place=changes.in_place)
     types = types_of(closed, jax.sharding.get_abstract_mesh(), obey=obey)
     settled = _results_in_place(closed, types, places) if types else ()
     untyped = on_auto_axes(closed, types, obey=obey, settled=settled)
