@@ -686,7 +686,10 @@ def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
     with pytest.raises(MemoryLimitError) as caught:
         autoshard.plan(step, WEIGHTS, BATCH, **options, memory="700 B")
     text = str(caught.value)
-    assert text.startswith("no sharding fits in 700 B per device; the smallest limit that does is ")
+    needed = f"is {caught.value.needed / 1024:.1f} KiB"
+    assert text.startswith(
+        "no sharding was found that fits in 700 B per device; the smallest limit found that does " + needed
+    )
     assert "value float32[16, 32] 2.0 KiB (test_api.py:" in text and "memory='" in text
 
 
