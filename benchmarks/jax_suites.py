@@ -128,12 +128,17 @@ class Replacement:
     """What stands for `jax.jit`: makes functions that autoshard runs where it can."""
 
     def __init__(self, jit: Callable):
+        self.jit, self.calls = jit, 0
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """Of the devices that there are once a test runs."""
         import jax
 
-        self.jit, self.calls = jit, 0
-        self.mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        return jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     def __call__(self, fn: Callable | None = None, **keywords: Any) -> Any:
+        keywords = {name: value for name, value in keywords.items() if value is not None}
         return functools.partial(self, **keywords) if fn is None else Jitted(fn, keywords, self)
 
 
@@ -165,7 +170,7 @@ class Jitted:
         import jax
         from jax._src.core import trace_state_clean
 
-        leaves = jax.tree.leaves((args, kwargs))
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_may_hold_itself)
         traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
         inside = not trace_state_clean() or jax.config.jax_disable_jit
         if traced or inside or self._keywords.keys() - KEYWORDS:
@@ -177,7 +182,13 @@ class Jitted:
         return self if instance is None else functools.partial(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
+        return getattr(self.__dict__["_jitted"], name)
+
+
+def _may_hold_itself(node: Any) -> bool:
+    """Whether it is an nnx module, a graph that need not be a tree."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and nnx.graph.is_graph_node(node)
 
 
 def ran(test: str, replaces: bool) -> Row:

@@ -44,7 +44,7 @@ from autoshard.lower.constraints import constraints_of
 from autoshard.lower.halos import run_stencil, run_whole
 from autoshard.lower.names import first_readers, named_after, named_as, reader_in
 from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
-from autoshard.lower.sharded_array import ShardedArray, shells, unfolded
+from autoshard.lower.sharded_array import ShardedArray, handed_through, unfolded
 from autoshard.lower.xla_faults import safely_split
 from autoshard.mesh.resharding import stops
 from autoshard.operations.primitive import OPERATION
@@ -175,7 +175,7 @@ class Emitter:
         for entry, (array, copy), reader in zip(operands, pairs, readers, strict=True):
             with named_after(reader):
                 arrays = self.constrained(array, entry.layout), self.constrained(copy, entry.copy_layout)
-            guarded.append(entry.holding(*arrays))
+            guarded.append(entry.holding(*arrays, entry.made_by))
         return guarded
 
     def outputs(self, equation: Equation | None, arrays: Sequence[Any]) -> list[ShardedArray]:
@@ -301,14 +301,14 @@ class Emitter:
         self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[ShardedArray], path: tuple
     ) -> list[ShardedArray]:
         """Runs the annotated body; differentiates by the rule the user gave."""
-        made: list[ShardedArray] = []
+        shells, made = [entry.shell for entry in operands], list[ShardedArray]()
         written, captured = uncaptured(eqn)
 
         @jax.custom_jvp
         def call(arrays, copies):
-            entries = list(map(ShardedArray.holding, operands, arrays, copies))
+            entries = list(map(ShardedArray.holding, shells, arrays, copies))
             results = self.call(opened, called_operands(eqn, entries), path)
-            made[:] = shells(results, operands)
+            made[:] = [entry.shell for entry in results]
             return [entry.array for entry in results], [entry.copy for entry in results]
 
         def derivative(primals, tangents):
@@ -327,7 +327,8 @@ class Emitter:
 
         call.defjvp(derivative, symbolic_zeros=True)
         arrays, copies = call([entry.array for entry in operands], [entry.copy for entry in operands])
-        return list(map(ShardedArray.holding, made, arrays, copies))
+        makers = handed_through(opened, [entry.made_by for entry in called_operands(eqn, operands)])
+        return list(map(ShardedArray.holding, made, arrays, copies, makers))
 
     def remat(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
         """In a backward pass a barrier keeps XLA from undoing the recomputation, as JAX's own lowering does.
@@ -346,11 +347,14 @@ class Emitter:
 
         def body():
             results = self.call(opened, operands, path)
-            made[:] = shells(results, operands)
+            made[:] = [entry.shell for entry in results]
             return [(entry.array, entry.copy) for entry in results]
 
         pairs = jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])()
-        return [entry.holding(array, copy) for entry, (array, copy) in zip(made, pairs, strict=True)]
+        makers = handed_through(opened, [entry.made_by for entry in operands])
+        return [
+            entry.holding(array, copy, maker) for entry, (array, copy), maker in zip(made, pairs, makers, strict=True)
+        ]
 
     def crossing(self, entry: ShardedArray, path: tuple, operand: int = 0) -> Any:
         """A value as a boundary equation wants it."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from autoshard.jaxprs import JaxprEqn
+from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, called_jaxpr, called_operands
 from autoshard.layout import Layout
 from autoshard.propagation.moves import Step
+
+Made: TypeAlias = "tuple[JaxprEqn, list[ShardedArray]]"  # an equation and its operands
 
 
 @dataclass(frozen=True)
@@ -19,23 +21,31 @@ class ShardedArray:
     layout: Layout | None = None  # None: the plan has no layout for the array
     copy: Any = None
     copy_layout: Layout | None = None
-    made_by: tuple[JaxprEqn, list[ShardedArray]] | None = None  # inside a stencil: the equation and its operands
+    made_by: Made | None = None  # inside a stencil
 
-    def holding(self, array: Any, copy: Any) -> ShardedArray:
+    @property
+    def shell(self) -> ShardedArray:
+        """Its layouts alone: what may outlive the trace that the arrays belong to."""
+        return ShardedArray(None, self.layout, None, self.copy_layout)
+
+    def holding(self, array: Any, copy: Any, made_by: Made | None = None) -> ShardedArray:
         """The same with other arrays: those of another trace, or behind a barrier."""
-        return replace(self, array=array, copy=copy)
+        return replace(self, array=array, copy=copy, made_by=made_by)
 
 
-def shells(made: Sequence[ShardedArray], operands: Sequence[ShardedArray]) -> list[ShardedArray]:
-    """What a body of its own trace makes, without arrays of that trace.
+def handed_through(closed: ClosedJaxpr, operands: Sequence[Made | None]) -> list[Made | None]:
+    """What made each result of a body of its own trace that the body hands on as it got it; None of all others.
 
-    What the body hands on as it got it still knows what made it.
+    Args:
+        operands: what made the body's arguments.
     """
-    outside = {id(entry.made_by) for entry in operands}
-    return [
-        replace(entry, array=None, copy=None, made_by=entry.made_by if id(entry.made_by) in outside else None)
-        for entry in made
-    ]
+    known = {var: made for var, made in zip(closed.jaxpr.invars, operands, strict=True) if made is not None}
+    for eqn in closed.jaxpr.eqns if known else ():
+        if (opened := called_jaxpr(eqn)) is not None:
+            inside = [None if isinstance(atom, Literal) else known.get(atom) for atom in eqn.invars]
+            found = zip(eqn.outvars, handed_through(opened, called_operands(eqn, inside)), strict=True)
+            known |= {var: made for var, made in found if made is not None}
+    return [None if isinstance(atom, Literal) else known.get(atom) for atom in closed.jaxpr.outvars]
 
 
 def unfolded(

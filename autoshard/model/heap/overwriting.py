@@ -69,8 +69,15 @@ def _turned(group: Group) -> set[int]:
 
 
 def _moves_elements(equation: Equation) -> bool:
-    """Whether it transposes dims of more than one element."""
+    """Whether it transposes dims of more than one element otherwise than a product does whose operands are swapped.
+
+    XLA swaps these where a transposed product is wanted. Then the product leaves its batch dims first, and the dims of
+    its other operand before those of the first.
+    """
     if equation.primitive != "transpose":
         return False
     order = [dim for dim in equation.params["permutation"] if equation.inputs[0].shape[dim] > 1]
-    return order != sorted(order)
+    while order and order[0] == min(order):
+        order.pop(0)
+    first = order.index(min(order)) if order else 0
+    return order[first:] + order[:first] != sorted(order)
