@@ -5,8 +5,9 @@
     python benchmarks/library_suites.py ~/flax/tests/linen --only Fp8 --rows FILE   # adds to the results in the file
 
 Takes folders of pytest tests, as flax, optax and equinox have them, from checkouts at the versions that are installed.
-In them `jax.jit(fn)`, `nnx.jit(fn)` and `eqx.filter_jit(fn)`, called with arrays, are `autoshard(fn)` on eight CPU
-devices, as in `jax_suites.py`. Tests whose source says neither "jit" nor "variant" are left out, but for `--all`.
+In them `jax.jit(fn)`, `nnx.jit(fn)` and `eqx.filter_jit(fn)`, called with arrays, are `autoshard(fn)`, as in
+`jax_suites.py`, on eight CPU devices or as many as the tests ask for. Tests whose source says neither "jit" nor
+"variant" are left out, but for `--all`.
 A test that fails runs again as it is, in a process of its own; it is a fault if it passes then. Some of these are none:
 tests that count traces, look for tracers' errors, or take Python numbers for static. The list has to be read.
 """
