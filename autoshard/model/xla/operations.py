@@ -319,32 +319,25 @@ def running_beside(
         if over is None:
             continue
         waits_for, least = _awaited(group.index, reads)
+        operation, made = None, frozenset[int]()
         if sums_as_made and not group.fuses:
             made_in = ((array, *loops[array]) for array in read if array in loops)
-            as_made = next(
-                (
-                    (array, loop)
-                    for array, size, loop in made_in
-                    if size == over and loop[0] >= least and waits_for.intersection(loop) == {makers[array]}
-                    if all(_kinds(groups[one]) == _kinds(group) for one in loop if not groups[one].fuses)
-                ),
-                None,
+            storing = (
+                (loop, frozenset({array}))
+                for array, size, loop in made_in
+                if size == over and loop[0] >= least and waits_for.intersection(loop) == {makers[array]}
+                if all(_kinds(groups[one]) == _kinds(group) for one in loop if not groups[one].fuses)
             )
-            if as_made is not None:
-                array, loop = as_made
-                found[loop[0]] = found[loop[0]] or frozenset()
-                found[group.index] = frozenset({array}).union(*(read_by[one] for one in loop))
-                loop.append(group.index)
-                continue
-        for array in read:
-            others = operations[over, array]
-            near = others[bisect.bisect_left(others, least, key=operator.itemgetter(0)) :]
+            operation, made = next(storing, (None, made))
+        if operation is None:
+            others = (operations[over, array] for array in read)
+            starts = ((bisect.bisect_left(some, least, key=operator.itemgetter(0)), some) for some in others)
+            near = (one for start, some in starts for one in some[start:])
             operation = next((one for one in near if waits_for.isdisjoint(one)), None)
-            if operation is not None:
-                found[operation[0]] = found[operation[0]] or frozenset()
-                found[group.index] = frozenset().union(*(read_by[one] for one in operation))
-                operation.append(group.index)
-                break
+        if operation is not None:
+            found[operation[0]] = found[operation[0]] or frozenset()
+            found[group.index] = made.union(*(read_by[one] for one in operation))
+            operation.append(group.index)
         else:
             operation = [group.index]
             for array in read:
