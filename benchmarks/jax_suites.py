@@ -183,7 +183,7 @@ class Jitted:
         return self if instance is None else functools.partial(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_jitted"], name)
+        return getattr(self._jitted, name)
 
 
 def _may_hold_itself(node: Any) -> bool:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,11 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
 
 from harnesses import FLAGS  # noqa: E402  (needs the path above)
+from jax_suites import KEPT_TESTS, Replacement, Row, print_faults  # noqa: E402
 
 TEST_SECONDS = 150
-KEPT_TESTS = 20  # before JAX forgets what it compiled
+OUTCOMES = {"passed": "passes", "failed": "fails", "skipped": "skipped"}  # pytest's word -> that of a row
 SETTINGS = "AUTOSHARD_LIBRARY_SUITES"  # environment variable: options of the process that runs tests, as JSON
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of one test."""
-
-    test: str  # pytest's name of it
-    outcome: str  # "passed", "failed", "skipped"
-    calls: int = 0  # of autoshard
-    plain: str = ""  # the outcome as it is, if it does not pass under autoshard
-    detail: str = ""
-    seconds: float = 0.0
-
-    @property
-    def is_fault(self) -> bool:
-        return self.outcome == "failed" and self.plain == "passed"
 
 
 class Plugin:
@@ -68,14 +53,13 @@ class Plugin:
         import equinox
         import jax
         from flax import nnx
-        from jax_suites import Replacement
 
         places = [(jax, "jit"), (nnx, "jit"), (equinox, "filter_jit")]
         self.replacements = [Replacement(getattr(module, name)) for module, name in places]
         for (module, name), replacement in zip(places, self.replacements, strict=True):
             setattr(module, name, replacement)
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.settings["replaces"]:
             chosen = [item for item in items if self.settings["all"] or _jits(item)]
             random.Random(self.settings["seed"]).shuffle(chosen)
@@ -102,7 +86,7 @@ class Plugin:
         calls = sum(made.calls for made in self.replacements)
         for made in self.replacements:
             made.calls = 0
-        row = Row(item.nodeid, report.outcome, calls, detail=detail, seconds=call.duration)
+        row = Row(item.nodeid, OUTCOMES[report.outcome], calls, detail=detail, seconds=call.duration)
         with open(self.settings["rows"], "a") as file:
             print(json.dumps(asdict(row)), file=file)
 
@@ -134,9 +118,8 @@ def print_rows(rows: Sequence[Row]) -> None:
     called = [row for row in rows if row.calls]
     outcomes = collections.Counter(row.outcome for row in called)
     faults = [row for row in called if row.is_fault]
-    print(f"{len(rows)} tests, {len(called)} call autoshard: {outcomes['passed']} pass, {len(faults)} fail alone there")
-    for row in faults:
-        print(f"\n{row.test}\n    {row.detail}")
+    print(f"{len(rows)} tests, {len(called)} call autoshard: {outcomes['passes']} pass, {len(faults)} fail alone there")
+    print_faults(faults)
 
 
 def main() -> int:
@@ -159,7 +142,7 @@ def main() -> int:
     settings = {"sample": options.sample, "seed": options.seed, "all": options.all, "rows": str(rows_file)}
     run(options.folder, settings | {"replaces": True}, options.only)
     found = rows_in(rows_file)
-    failed = [row.test for row in found if row.outcome == "failed" and row.calls]
+    failed = [row.test for row in found if row.outcome == "fails" and row.calls]
     run(options.folder, settings | {"replaces": False, "tests": failed, "rows": str(plain_file)}, options.only)
     plain = {row.test: row.outcome for row in rows_in(plain_file)}
     rows = [replace(row, plain=plain.get(row.test, "")) for row in found]

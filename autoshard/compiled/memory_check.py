@@ -39,7 +39,8 @@ class MemoryWarning(UserWarning):
     """The compiled program of a plan needs more memory than the limit, and so do those of plans made to hold less.
 
     It is of a limit that the user did not set, the memory of the devices, or of a plan that the user gave. A plan over
-    a limit that the user set, by more than a page of 4 KiB or a tenth of the limit, is a `MemoryLimitError` instead.
+    a limit that the user set, by more than a tenth of it or by more than a page of 4 KiB, is a `MemoryLimitError`
+    instead.
     """
 
 
@@ -95,7 +96,7 @@ def is_over(plan: PlanData, limit: float) -> bool:
 
 
 def with_rounding(limit: float) -> float:
-    """The limit, and by how much a program may be over it that is said to fit.
+    """The most bytes that a program may hold which is said to keep the limit.
 
     >>> with_rounding(2**30) - 2**30, with_rounding(2000)
     (4096, 2200.0)

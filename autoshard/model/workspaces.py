@@ -18,6 +18,7 @@ import numpy as np
 from jax.lax import RandomAlgorithm
 
 from autoshard.model.groups import Group
+from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
@@ -323,7 +324,6 @@ def _sorted_elements(shards: ShardBytes) -> float:
     return least if 0.0 in shards.results else copied(shards) + least
 
 
-_SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         "approx_top_k": _sorted_on_cpu,
@@ -348,7 +348,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "random_bits": _threefry_bits,
         "random_fold_in": _threefry_keys,
         "random_split": _threefry_keys,
-        **dict.fromkeys(_SCATTERS, _batched_updates),
+        **dict.fromkeys(SCATTERS, _batched_updates),
         "schur": copied,
         "svd": _singular_vectors,
         "threefry2x32": all_results,
@@ -382,7 +382,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "gather": lambda shards: gathered_bytes(
             shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result
         ),
-        **dict.fromkeys(_SCATTERS, lambda shards: scattered_bytes(shards.equation, *shards.operands[::2])),
+        **dict.fromkeys(SCATTERS, lambda shards: scattered_bytes(shards.equation, *shards.operands[::2])),
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,

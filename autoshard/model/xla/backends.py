@@ -84,7 +84,7 @@ class Backend:
 
 _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
+SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
 _WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites) | {"random_unwrap", "random_wrap"}
@@ -113,7 +113,7 @@ H100 = Backend(
     usable=0.7,
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
-        takes_in=_LOOPS | _SCATTERS | _WINDOWS | {"gather", "sort"},
+        takes_in=_LOOPS | SCATTERS | _WINDOWS | {"gather", "sort"},
         taken_in=_SLICES | {"concatenate", "gather", "pad"},
         stores_scattered=True,
         reduces_apart_from=32,
