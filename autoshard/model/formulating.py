@@ -33,7 +33,7 @@ from autoshard.model.heap.result_places import (
 )
 from autoshard.model.heap.result_tables import TABLES, ResultTables
 from autoshard.model.host_memory import check_host_memory
-from autoshard.model.lifetimes import HEAP_OVERHEAD, holding, use_span, written_at
+from autoshard.model.lifetimes import HEAP_OVERHEAD, holding, results_written, use_span
 from autoshard.model.memory_terms import (
     ARGUMENT_TERMS,
     OUTPUT_TERMS,
@@ -164,7 +164,7 @@ class _Formulator:
         self.shared: dict[int, SharedLayout] = {}
         self.readers: dict[int, list[Reader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
-        self.returns, self.taking = returned(program), taking_places(program)
+        self.returns, self.taking, self.written = returned(program), taking_places(program), results_written(groups)
         self.copied = copied_results(program, groups, prices.backend.operations)
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
         self.reads = program.reads + Counter(self.result_ids)
@@ -251,8 +251,7 @@ class _Formulator:
             self.costs.append(self.prices.memo.once(seconds, kepts, of=(*what, stored, *copies)))
         copied = copied_when_donated(self.program, self.groups)
         for_others = copied_for_others(self.program, copies_circles=self.backend.copies_circles)
-        written = {made.value.id: written_at(group, made.value) for group in self.groups for made in group.outputs}
-        taken = {index: written[value] for value, places in self.taking.items() for index in places}
+        taken = {index: self.written[value] for value, places in self.taking.items() for index in places}
         in_loops = set(self.looped.values())
         for index, value in enumerate(self.program.arguments):
             self.prices.memo.tick()
@@ -270,7 +269,7 @@ class _Formulator:
                 is_copied=index in copied,
                 gradient=copied.get(index),
                 returns=self.returns[value.id],
-                replaced_at=None if index in self.program.donated else taken.get(index),
+                replaced=None if index in self.program.donated else taken.get(index),
                 moves=index in for_others,
                 end=self.end,
                 nodes=self.group_node,
@@ -334,6 +333,7 @@ class _Formulator:
             returned=self.prices.arrays.returned_sizes(value, leaves),
             returns=self.returns[value.id],
             in_place=value.id in in_place,
+            written=self.written[value.id],
             points=self.start,
             reads=self.reads,
             end=self.end,
@@ -371,7 +371,7 @@ class _Formulator:
     def _move_to_places(self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...]) -> None:
         """Notes that a result stands beside its buffer where it is not left as the argument lies that it replaces."""
         ends = [use_span(*use)[1] for use in uses_of(self.readers[value.id])]
-        used = written_at(group, value), max([group.point + 1, *ends]) + 1
+        used = self.written[value.id].point, max([group.point + 1, *ends]) + 1
         for reader in self.readers[value.id]:
             index = reader.node
             if reader.group is None and index in self.taking.get(value.id, ()):

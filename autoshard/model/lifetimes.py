@@ -35,9 +35,12 @@ the last reader. Values inside a group are never stored.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoshard.model.groups import Group, Use
 from autoshard.primitives import Work, facts_of
@@ -60,6 +63,13 @@ class Lifetime:
     used: Span | None  # from its first to past its last use; None: never used
     stored: bool  # whether it holds memory while it is used, even where it is used as it was made
     is_start: bool = False  # whether it only says where slices begin
+
+
+class Written(NamedTuple):
+    """When the buffer of a result is first written."""
+
+    point: int
+    made_of: int = 0  # the groups whose sums it is made of: no earlier than the last of these is reduced; one bit each
 
 
 def use_span(group: Group, use: Use, last: int | None = None) -> Span:
@@ -102,6 +112,18 @@ def written_at(group: Group, value: Value) -> int:
     point = made_at(group, producer, producer.outputs.index(value))
     is_copy = facts_of(producer.primitive).work is Work.FACTORIZATION  # a library works beside it
     return max(0, point - 1) if is_copy else point
+
+
+def results_written(groups: Sequence[Group]) -> dict[int, Written]:
+    """Value id -> when it is written, if it is a result. Sums that may wait for others delay what is made of them."""
+    found, made_of = dict[int, Written](), dict[int, int]()  # value -> groups of sums, its own among them
+    for group in groups:
+        before = functools.reduce(operator.or_, (made_of.get(use.value.id, 0) for use in group.uses), 0)
+        for value in (made.value for made in group.outputs):
+            found[value.id] = Written(written_at(group, value), before)
+            if group.handed_on_at is not None:
+                made_of[value.id] = before | 1 << group.index
+    return found
 
 
 def repeats(group: Group) -> list[Use]:

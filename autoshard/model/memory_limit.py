@@ -152,7 +152,7 @@ class _LimitSearch:
                 return relaxed
             if not self.is_small:
                 self.lying = room.lying(relaxed.choice)
-            elif not self.budget.interrupted and room.guests:
+            elif not self.budget.interrupted and room.most:
                 with contextlib.suppress(SolverError):
                     part = self.rounds.part(ROUND_SHARE)
                     solution = _solved(self.formulation, self.leanest, (), part, gap=self.gap, **self.how)
@@ -169,12 +169,12 @@ class _LimitSearch:
 
         The problem without what may lie on the chip lets all of it lie there, however much that is.
         """
-        limit = self.limit + self.formulation.prices.backend.on_chip_bytes
-        problem = replace(self.exact, limit=limit, checked=True)
+        on_chip = self.formulation.prices.backend.on_chip_bytes
+        problem = replace(self.exact, limit=self.limit + on_chip, checked=True)
         found = self._relaxed(problem, {}, self.rounds, MAX_ROUNDS)
         if not isinstance(found, Solution):
             return None
-        if not self.formulation.heap.room_in_results.guests:  # else more than the chip holds may lie elsewhere
+        if self.formulation.heap.room_in_results.most <= on_chip:  # else more than the chip holds may lie elsewhere
             self.bound = max(self.bound, found.bound)
         return with_bound(found, self.bound) if self.within(found.choice) else None
 

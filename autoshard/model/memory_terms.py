@@ -13,13 +13,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from autoshard.layout import shards
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import FactorDims, Group, Use
-from autoshard.model.lifetimes import Lifetime, Span, around, repeats, use_span, written_at
+from autoshard.model.lifetimes import Lifetime, Span, Written, around, repeats, use_span
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
     are_all_reduced,
@@ -59,7 +60,8 @@ class HeldBytes:
     in_heap: bool = True  # whether it lies among the temporaries, which have gaps
     may_be_on_chip: bool = True  # of temporaries: whether a chip's own memory may hold them instead
     is_one_buffer: bool = True  # of temporaries: whether it is no sum of several
-    written_at: int | None = None  # of a result's buffer: the point that first writes it
+    written: Written | None = None  # of a result's buffer
+    delays: int = 0  # of a sum that waits for others: the bit of its group, in `Written.made_of`
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,7 @@ class HeldArgument:
     is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
     gradient: Group | None  # that makes its gradient: an all_reduce of this saves the copy
     returns: int  # how many results it is, that have buffers of their own
-    replaced_at: int | None  # where it is not donated: the point that first writes what is returned for it
+    replaced: Written | None  # where it is not donated: when what is returned for it is written
     moves: bool  # whether XLA copies it, since it takes another argument's place
     end: int  # the program point past all equations
     nodes: Callable[[Group], int]
@@ -120,6 +122,7 @@ class HeldOutput:
     returned: np.ndarray  # the same if it is a result
     returns: int  # how many results it is that have buffers of their own, in the layout it is left in, all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
+    written: Written  # if it is a result
     points: Mapping[int, int]  # value id -> the point that makes it
     reads: Mapping[int, int]  # value id -> how often it is read, as a result of the program, too
     end: int  # the program point past all equations
@@ -279,17 +282,16 @@ def returned_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A copy for every result that is the argument itself, all the time; it is written when all else is done."""
     if argument.returns:
         whole = (0, argument.end)
-        yield HeldBytes(
-            argument.node, whole, argument.at_home * argument.returns, in_heap=False, written_at=argument.end - 1
-        )
+        written = Written(argument.end - 1)
+        yield HeldBytes(argument.node, whole, argument.at_home * argument.returns, in_heap=False, written=written)
 
 
 @of_arguments
 def replacements(argument: HeldArgument) -> Iterator[HeldBytes]:
     """What is returned in its place, if it is not donated, all the time: its buffer lies as the argument does."""
-    if argument.replaced_at is not None:
+    if argument.replaced:
         whole = (0, argument.end)
-        yield HeldBytes(argument.node, whole, argument.at_home, in_heap=False, written_at=argument.replaced_at)
+        yield HeldBytes(argument.node, whole, argument.at_home, in_heap=False, written=argument.replaced)
 
 
 @of_arguments
@@ -336,13 +338,13 @@ def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
         runs_last = output.prices.backend.sums.runs_last and output.group.can_wait
         start = end - 1 if runs_last else output.group.point
         # a result has a buffer of its own
-        left = np.maximum(output.left, output.least_bytes) * (not output.has_buffer)
-        unfinished = np.where(output.unfinished, np.maximum(output.unfinished, output.least_bytes), 0)
-        on_chip = output.may_be_on_chip
-        yield HeldBytes(
-            output.node, (start, end - 1), np.maximum(left, unfinished) * output.waits, may_be_on_chip=on_chip
-        )
-        yield HeldBytes(output.node, (end - 1, end), (left + unfinished) * output.waits, may_be_on_chip=on_chip)
+        left = np.maximum(output.left, output.least_bytes) * (not output.has_buffer) * output.waits
+        unfinished = np.where(output.unfinished, np.maximum(output.unfinished, output.least_bytes), 0) * output.waits
+        on_chip, delays = output.may_be_on_chip, 1 << output.group.index
+        yield HeldBytes(output.node, (start, end), unfinished, may_be_on_chip=on_chip, delays=delays)
+        wider = np.maximum(left - unfinished, 0)
+        yield HeldBytes(output.node, (start, end - 1), wider, may_be_on_chip=on_chip, is_one_buffer=False)
+        yield HeldBytes(output.node, (end - 1, end), left, may_be_on_chip=on_chip, is_one_buffer=False)
 
 
 @of_outputs
@@ -367,7 +369,7 @@ def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
     """The value as it is made, until it is first used."""
     if output.lifetime.made and not output.has_buffer:
         usage = np.maximum(output.left, output.least_bytes) * ~output.waits
-        where = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
+        where: dict[str, Any] = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
         yield HeldBytes(output.node, output.lifetime.made, usage, **where)
 
 
@@ -457,11 +459,10 @@ def results(output: HeldOutput) -> Iterator[HeldBytes]:
     """
     if output.returns:
         whole = (0, output.end)
-        start = written_at(output.group, output.value)
-        yield HeldBytes(output.node, whole, output.returned, in_heap=False, written_at=start)
+        yield HeldBytes(output.node, whole, output.returned, in_heap=False, written=output.written)
         if output.returns > 1:
             copied = output.returned * (output.returns - 1)
-            yield HeldBytes(output.node, whole, copied, in_heap=False, written_at=output.end - 1)
+            yield HeldBytes(output.node, whole, copied, in_heap=False, written=Written(output.end - 1))
 
 
 @of_reads
@@ -493,5 +494,5 @@ def read_values(read: ReadValue) -> Iterator[HeldBytes]:
     output, (start, end) = read.made, read.used
     if output.is_stored:
         span, usage = (start, end - read.is_overwritten), np.maximum(read.sizes, output.least_bytes)
-        where = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
+        where: dict[str, Any] = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
         yield HeldBytes(read.holder, span, usage, **where)

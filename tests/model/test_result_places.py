@@ -1,5 +1,7 @@
 """Results that take arguments' places: peaks of compiled programs, donated or not, wherever the arguments must lie."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,8 @@ from programs import traced
 
 import autoshard
 from autoshard.model.heap.result_places import copied_for_others
+from autoshard.model.heap.room_in_results import RoomInResults
+from autoshard.tactics import DataParallel
 
 SIZE = 2048
 
@@ -96,3 +100,30 @@ def test_arguments_in_each_others_places_are_copied(step, circles, copied):
     program = traced(step, array, array, array, donate=(0, 1, 2))
     assert program.carried == {0: 0, 1: 1, 2: 2}
     assert copied_for_others(program, copies_circles=circles) == copied
+
+
+def descended(weights, x):
+    """One step of gradient descent on a residual stack."""
+
+    def loss(weights):
+        return jnp.mean(functools.reduce(lambda x, w: x + jnp.tanh(x @ w) @ w.T, weights, x) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def assert_results_hold_waiting_sums() -> None:
+    """Where devices add up all gradients at once, what each has of them lies where the new weights will."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    weights, x = [jax.ShapeDtypeStruct((64, 256), jnp.float32)] * 6, jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    found = autoshard.plan(descended, weights, x, mesh=mesh, tactics=[DataParallel("data")]).verify()
+    assert found.memory_agrees, f"{found.predicted_peak} bytes predicted, {found.actual_peak} compiled"
+
+
+def test_results_are_free_until_the_sums_that_they_are_made_of_are_reduced():
+    assert_results_hold_waiting_sums()
+
+
+def test_results_that_no_sum_delays_are_caught(monkeypatch):
+    monkeypatch.setattr(RoomInResults, "waiting", lambda self, choice: 0)
+    with pytest.raises(AssertionError, match="compiled"):
+        assert_results_hold_waiting_sums()

@@ -69,7 +69,10 @@ def assert_no_choice_is_forbidden(name: str) -> None:
     for choice in random_choices(formulation, 40):
         held, accepted = held_by(formulation, choice)
         problem = replace(formulation.problem, limit=float(accepted.max()))
-        cuts = [RoomCut(int(rng.integers(points)), *sorted(rng.choice(sizes, 2).tolist())) for _ in range(6)]
+        cuts = [
+            RoomCut(int(rng.integers(points)), *sorted(rng.choice(sizes, 2).tolist()), int(rng.integers(1 << points)))
+            for _ in range(6)
+        ]
         cuts += room.cuts(choice, held, accepted, 0.0)
         _, peak = verify(room.relaxed(problem, cuts), choice)
         assert fits(peak, problem.limit)

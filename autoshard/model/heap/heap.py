@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autoshard.model.heap.room_in_results import ResultBuffer, RoomInResults
+from autoshard.model.heap.room_in_results import ResultBuffer, RoomInResults, WaitingSum
 from autoshard.model.memory_terms import HeldBytes
 from autoshard.solver.problem import Live
 
@@ -36,8 +36,10 @@ class Heap:
             self.room_in_results.temporaries.append(live)
         if held.in_heap:
             (self.on_chip if held.may_be_on_chip else self.outside).append(live)
-        if held.written_at is not None:
-            self.room_in_results.results.append(ResultBuffer(live, held.written_at))
+        if held.delays:
+            self.room_in_results.sums.append(WaitingSum(live, held.delays))
+        if held.written:
+            self.room_in_results.results.append(ResultBuffer(live, held.written))
 
     def is_outside_empty(self, choice: Sequence[int]) -> bool:
         """Whether a choice leaves no temporary but such as the chip's own memory may hold."""
