@@ -3,7 +3,27 @@
 from __future__ import annotations
 
 from autoshard.layout import MeshShape
+from autoshard.model.formulation import Formulation
+from autoshard.padding.batches import uneven_batch
 from autoshard.program import Program
+
+
+def remarks_of(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
+    """All that a plan says of how its step is run."""
+    program = formulation.program
+    split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
+    again = tuple(filter(None, (program.own_statistics, program.recomputed, program.shared_trips, program.stacked)))
+    rewritten = (one.remark for one in program.rewritten)
+    said = (
+        *formulation.restrictions,
+        *split,
+        *again,
+        *rewritten,
+        *unused_axes(program, mesh),
+        *uneven_batch(program, mesh),
+        *guessed_loops(program),
+    )
+    return *said, *formulation.prices.backend.remarks
 
 
 def guessed_loops(program: Program) -> tuple[str, ...]:
