@@ -94,6 +94,13 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
     return group.point
 
 
+def read_from(group: Group, value: Value) -> int:
+    """The first program point at which what a loop ends with, or has stacked, is read outside of it; 0 of all else."""
+    (first, *_) = group.equations
+    ends = first.primitive == "scan_stack" or (first.primitive == "scan_carry" and value is first.outputs[1])
+    return first.loop[1] if ends and first.loop else 0
+
+
 def written_at(group: Group, value: Value) -> int:
     """The program point from which the buffer of a result is written. What a loop ends with is, from its start on."""
     producer = next(one for one in group.equations if value in one.outputs)
