@@ -2,7 +2,8 @@
 
 Program point `t` is the moment at which equation `t` runs. Each of these holds memory:
 
-- An argument, all the time, in its home layout. A resharded copy of it, from its first to its last use.
+- An argument, all the time, in its home layout. A resharded copy of it, from its first to its last use; on CPU from
+  the start, since XLA runs first what waits for the least.
 - A donated argument a second time, from its first to its last use, where XLA works on a copy (`heap/result_places.py`).
   An all_reduce of the gradient, combined with all others, does come after every use, and saves the copy.
 - A result, unless a donated argument's buffer takes it, all the time, since XLA reserves result buffers for the whole
