@@ -28,6 +28,7 @@ from autoshard.model.pricing.late import formulating_ends
 from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
 from autoshard.options import Options
+from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
@@ -488,5 +489,7 @@ def comparison_of(
 
 def described(formulation: Formulation, solution: Solution, options: Options) -> PlanData:
     """The plan of a solution, with what it says beside its figures."""
-    made = make_plan(formulation, solution, options.mesh, remarks_of(formulation, dict(options.mesh.shape)))
+    mesh_shape = dict(options.mesh.shape)
+    remarks = remarks_of(formulation, mesh_shape, uneven_batch(formulation.program, mesh_shape))
+    made = make_plan(formulation, solution, options.mesh, remarks)
     return replace(made, warnings=(*made.warnings, *uneven_remarks(made, options.topology.uneven)))

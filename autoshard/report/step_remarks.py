@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autoshard.layout import MeshShape
 from autoshard.model.formulation import Formulation
-from autoshard.padding.batches import uneven_batch
 from autoshard.program import Program
 
 
-def remarks_of(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
-    """All that a plan says of how its step is run."""
+def remarks_of(formulation: Formulation, mesh: MeshShape, uneven: Sequence[str]) -> tuple[str, ...]:
+    """All that a plan says of how its step is run, what it says of uneven batches included."""
     program = formulation.program
     split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
     again = tuple(filter(None, (program.own_statistics, program.recomputed, program.shared_trips, program.stacked)))
@@ -20,7 +21,7 @@ def remarks_of(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
         *again,
         *rewritten,
         *unused_axes(program, mesh),
-        *uneven_batch(program, mesh),
+        *uneven,
         *guessed_loops(program),
     )
     return *said, *formulation.prices.backend.remarks
