@@ -200,6 +200,13 @@ class HeldOutput:
         return np.array(inner, bool)
 
     @property
+    def operand_bytes(self) -> np.ndarray:
+        """Bytes of all operands together, per strategy."""
+        values = [use.value for use in self.group.uses]
+        local_bytes = self.prices.arrays.local_bytes
+        return np.array([sum(map(local_bytes, values, strategy.operand_layouts)) for strategy in self.strategies])
+
+    @property
     def is_first(self) -> bool:
         """Whether it is the first that its group makes: what the group holds once is counted with it."""
         return self.value is self.group.outputs[0].value
@@ -374,19 +381,10 @@ def repeated_operands(output: HeldOutput) -> Iterator[HeldBytes]:
 
 @of_outputs
 def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
-    """Transposed copies of both operands of a convolution that makes a kernel's gradient, while it runs.
-
-    Those of arguments, and of views of arguments, are there from the start.
-    """
-    prices, point = output.prices, output.group.point
-    if prices.backend.transposes_operands and is_kernel_gradient(output.group.equations[0]):
-        for i, use in enumerate(output.group.uses):
-            read = prices.instead.get(use.value.id, (use.value,))
-            is_first = prices.backend.gathers.arguments_first and all(value.from_outside for value in read)
-            sizes = [
-                prices.arrays.local_bytes(use.value, strategy.operand_layouts[i]) for strategy in output.strategies
-            ]
-            yield HeldBytes(output.node, (point * (not is_first), point + 1), np.array(sizes), is_one_buffer=False)
+    """Transposed copies of both operands of a convolution that makes a kernel's gradient, while it runs."""
+    if output.prices.backend.transposes_operands and is_kernel_gradient(output.group.equations[0]):
+        span = output.group.point, output.group.point + 1
+        yield HeldBytes(output.node, span, output.operand_bytes, is_one_buffer=False)
 
 
 @of_outputs

@@ -30,7 +30,7 @@ class Gathers:
     several_dims_at_once: bool = False  # several dims, one after the other, in one all_gather over the axes of all
     copies_results: bool = False  # what is gathered for a result is copied into its buffer
     summed_up_to_bytes: float = 0.0  # of the largest gather over all of many devices that becomes an all_reduce
-    arguments_first: bool = False  # arguments are gathered, and copied, before all else
+    arguments_first: bool = False  # arguments are gathered before all else
 
     def sent_as(self, kind: str, devices: int, everywhere: int, size: int) -> str:
         """The collective that XLA makes of one.
