@@ -323,7 +323,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                     try:
                         compiled = self._fastest_rewritten(traced, options)
                     except MemoryLimitError as error:
-                        raise self._open_choice(traced, options).confirmed(error) from error
+                        raise self._open_choice(traced, options).confirmed(error) from None
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.

@@ -50,15 +50,19 @@ class MemoryLimitError(AutoshardError):
         budget: float,
         needed: float | Callable[[], float],
         least: float = 0.0,
+        largest: str = "",
+        leanest: Callable[[], Any] | None = None,
     ):
         """
         Args:
             message: or what makes it of `needed`.
             needed: or what finds it; inf where it is not found in time.
             least: bytes per device: it is proven that no smaller budget would do.
+            largest: the paragraph of the message that names the largest values.
+            leanest: makes the plan that needs so little; it gives None where there is none.
         """
         super().__init__(*[message] if isinstance(message, str) else [])
-        self.budget, self.least = budget, least
+        self.budget, self.least, self.largest, self.leanest = budget, least, largest, leanest
         self._message, self._needed = message, needed
 
     @property
@@ -78,11 +82,11 @@ class MemoryLimitError(AutoshardError):
         return f"{type(self).__name__}({str(self)!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _memory_limit_error, (str(self), self.budget, self.needed, self.least)
+        return _memory_limit_error, (str(self), self.budget, self.needed, self.least, self.largest)
 
 
-def _memory_limit_error(message: str, budget: float, needed: float, least: float) -> MemoryLimitError:
-    return MemoryLimitError(message, budget=budget, needed=needed, least=least)
+def _memory_limit_error(message: str, budget: float, needed: float, least: float, largest: str) -> MemoryLimitError:
+    return MemoryLimitError(message, budget=budget, needed=needed, least=least, largest=largest)
 
 
 def of_least_need(errors: Sequence[MemoryLimitError], until: float = math.inf) -> MemoryLimitError:

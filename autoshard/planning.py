@@ -41,7 +41,7 @@ from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
 from autoshard.refine import refined
 from autoshard.report.memory_error import memory_error
-from autoshard.report.step_remarks import guessed_loops, unused_axes
+from autoshard.report.step_remarks import remarks_of
 from autoshard.report.uneven_machine import uneven_remarks
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
@@ -405,7 +405,17 @@ def solved(
         return cheapest(formulation, options.time_limit, until, options.progress, options.search, enough, gap)
     except InfeasibleError as error:
         is_part = formulation.least is not None
-        raise memory_error(program, error, options.backend.usable, is_part, options.untried) from None
+        leanest = functools.partial(_leanest, program, formulation, error, options)
+        raise memory_error(program, error, options.backend.usable, is_part, options.untried, leanest) from None
+
+
+def _leanest(program: Program, formulation: Formulation, error: InfeasibleError, options: Options) -> Plan | None:
+    """The plan that needs the limit which an error names; None if none was found."""
+    if math.isinf(error.needed) or error.choice is None:
+        return None
+    figures = prediction_of(formulation, error.choice)
+    solution = at_its_price(Solution(error.choice, 0.0, 0.0, "feasible"), figures)
+    return lowered(program, Plan.of(described(formulation, solution, options)), {})
 
 
 def cheapest(
@@ -479,22 +489,7 @@ def comparison_of(
 
 def described(formulation: Formulation, solution: Solution, options: Options) -> PlanData:
     """The plan of a solution, with what it says beside its figures."""
-    made = make_plan(formulation, solution, options.mesh, _remarks(formulation, dict(options.mesh.shape)))
+    mesh_shape = dict(options.mesh.shape)
+    remarks = remarks_of(formulation, mesh_shape, uneven_batch(formulation.program, mesh_shape))
+    made = make_plan(formulation, solution, options.mesh, remarks)
     return replace(made, warnings=(*made.warnings, *uneven_remarks(made, options.topology.uneven)))
-
-
-def _remarks(formulation: Formulation, mesh: MeshShape) -> tuple[str, ...]:
-    program = formulation.program
-    split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    again = tuple(filter(None, (program.own_statistics, program.recomputed, program.shared_trips, program.stacked)))
-    rewritten = (one.remark for one in program.rewritten)
-    said = (
-        *formulation.restrictions,
-        *split,
-        *again,
-        *rewritten,
-        *unused_axes(program, mesh),
-        *uneven_batch(program, mesh),
-        *guessed_loops(program),
-    )
-    return *said, *formulation.prices.backend.remarks

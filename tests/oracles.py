@@ -15,6 +15,7 @@ from models import MODELS, Model, gpt
 from autoshard import Collective, Link, Plan, Topology, plan
 from autoshard.layout import shards
 from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.gathers import Gathers
 from autoshard.model.xla.scatters import Scatters
 
 MESHES = {"8": {"x": 8}, "4x2": {"x": 4, "y": 2}, "2x2x2": {"x": 2, "y": 2, "z": 2}, "1": {"x": 1}}
@@ -28,7 +29,8 @@ SMALL: dict[str, Callable[[], Model]] = {
     "moe": lambda: MODELS["moe"](groups=8, tokens=8, d_model=16, d_hidden=16, experts=8, capacity=4),
     "tied": lambda: MODELS["tied"](vocab=64, d_model=16, seq=8, batch=8),
 }
-TEXTBOOK = replace(CPU, scatters=Scatters())  # a compiler that rounds, pads and hides nothing
+# A compiler that rounds, pads and hides nothing, and runs all in the order of the program.
+TEXTBOOK = replace(CPU, gathers=Gathers(), scatters=Scatters())
 
 
 def mesh_of(shape: dict[str, int], axis_type: AxisType = AxisType.Auto) -> Mesh:

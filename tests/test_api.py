@@ -681,7 +681,8 @@ def test_a_memory_error_names_a_limit_that_can_be_planned_with(topology):
     assert CPU.usable * error.needed < free.predicted.peak_bytes
     text, needed = str(error), f"{error.needed / 1024:.1f} KiB"
     assert text.startswith("step: no plan fits in 700 B per device. The leanest is predicted to hold ")
-    assert f"and holds {needed} by XLA's account of its compiled program.\nTry memory='3KiB'" in text
+    assert f"and holds {needed} by XLA's account of its compiled program.\nLargest values, before sharding:\n" in text
+    assert "\nTry memory='3KiB'" in text and text.count("Largest values") == 1
     options["mesh"] = AbstractMesh(tuple(SHAPE.values()), tuple(SHAPE))  # for which nothing is compiled
     with pytest.raises(MemoryLimitError) as caught:
         autoshard.plan(step, WEIGHTS, BATCH, **options, memory="700 B")

@@ -14,6 +14,7 @@ from oracles import mesh_of, v5e
 from autoshard import MemoryLimitError, MemoryWarning, Plan, autoshard, planning
 from autoshard.compiled import memory_check
 from autoshard.compiled.memory_check import REPLANS, within_limit
+from autoshard.model import memory_limit
 from autoshard.options import bytes_of
 
 SHAPE = {"x": 4, "y": 2}
@@ -258,7 +259,17 @@ def test_the_limit_that_a_refusal_names_holds_as_compiled(blind):
     with pytest.raises(MemoryLimitError, match="by XLA's account of its compiled program") as caught:
         autoshard(jnp.tanh, mesh=MESH, memory=limit).plan(BATCH)
     assert caught.value.budget == limit and caught.value.needed == 2 * BATCH.nbytes // 8
+    assert "\nLargest values, before sharding:\n  x float32[64, 256] 64.0 KiB (argument)\n" in str(caught.value)
     assert autoshard(jnp.tanh, mesh=MESH, memory=caught.value.needed).plan(BATCH).compiled_peak == caught.value.needed
+
+
+def test_what_a_refusal_names_is_sought_once_it_is_read(compilations, monkeypatch):
+    sought, lean = [], memory_limit._lean_solutions
+    monkeypatch.setattr(memory_limit, "_lean_solutions", lambda *args: sought.append(args) or lean(*args))
+    with pytest.raises(MemoryLimitError) as caught:
+        autoshard(jnp.tanh, mesh=MESH, memory=700).plan(BATCH)
+    assert not sought and not compilations
+    assert caught.value.needed >= 2 * BATCH.nbytes // 8 and len(sought) == len(compilations) == 1
 
 
 def test_a_refusal_that_holds_as_compiled_is_the_planner_s():

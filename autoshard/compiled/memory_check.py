@@ -7,6 +7,7 @@ off by a factor, then by whatever of a factor and a number of bytes leaves less.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -112,31 +113,46 @@ def over_limit_error(plan: PlanData, limit: float) -> MemoryLimitError:
 
 def confirmed(
     error: MemoryLimitError,
-    planned: Callable[[float], AnyPlan | None],
+    leanest: Callable[[], AnyPlan | None],
     compiled: Compiler,
     untried: Sequence[str] = UNTRIED,
 ) -> MemoryLimitError:
     """An error that names a limit which holds once compiled: the one it came with, or the compiled peak of its plan.
 
+    The program is compiled once `needed` or the message is asked for.
+
     Args:
         error: it names the limit that a plan is predicted to need.
-        planned: the plan within a limit; None if there is none.
+        leanest: makes the plan that is predicted to need that limit; it gives None where there is none.
         compiled: compiles a plan.
         untried: options that were not given, by which a train step may hold less.
     """
-    plan = planned(error.needed)
-    if plan is None:
-        return error
-    peak = _compiled_peak(compiled, plan)
-    if peak is None or math.isinf(peak) or fits(peak, with_rounding(error.needed)):
-        return error
-    return MemoryLimitError(
-        f"{plan.name}: no plan fits in {bytes_text(error.budget)} per device. The leanest is predicted to hold "
-        f"{bytes_text(plan.predicted.peak_bytes)}, and holds {_text(peak)} by XLA's account of its compiled program.\n"
-        f"{_advice(peak, untried)}",
-        budget=error.budget,
-        needed=math.ceil(peak),
-    )
+
+    @functools.cache
+    def over() -> tuple[AnyPlan, float] | None:
+        """The plan and its compiled peak, where this is more than it was predicted to need."""
+        plan = leanest()
+        peak = None if plan is None else _compiled_peak(compiled, plan)
+        if plan is None or peak is None or math.isinf(peak) or fits(peak, with_rounding(error.needed)):
+            return None
+        return plan, peak
+
+    def needed() -> float:
+        found = over()
+        return error.needed if found is None else math.ceil(found[1])
+
+    def message(_: float) -> str:
+        found = over()
+        if found is None:
+            return str(error)
+        plan, peak = found
+        return (
+            f"{plan.name}: no plan fits in {bytes_text(error.budget)} per device. The leanest is predicted to hold "
+            f"{bytes_text(plan.predicted.peak_bytes)}, and holds {_text(peak)} by XLA's account of its compiled "
+            f"program.\n{error.largest}\n{_advice(peak, untried)}"
+        )
+
+    return MemoryLimitError(message, budget=error.budget, needed=needed, least=error.least, largest=error.largest)
 
 
 def _compiled_peak(compiled: Compiler, plan: AnyPlan) -> float | None:

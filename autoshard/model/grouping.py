@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from autoshard.layout import MeshShape, in_mesh_order
 from autoshard.model.equations import contracts, inserted_operand, only_widens, stays_whole
 from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
+from autoshard.model.lifetimes import read_from
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
@@ -457,7 +458,7 @@ def _points(groups: Sequence[Group], ends: Sequence[int | None]) -> list[int]:
         if (ends[group.index] is not None and group.fuses) or group.is_stack or not group.uses:
             point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
         points.append(point)
-        available.update((made.value.id, point + 1) for made in group.outputs)
+        available.update((made.value.id, max(point + 1, read_from(group, made.value))) for made in group.outputs)
     return points
 
 

@@ -2,7 +2,8 @@
 
 Program point `t` is the moment at which equation `t` runs. Each of these holds memory:
 
-- An argument, all the time, in its home layout. A resharded copy of it, from its first to its last use.
+- An argument, all the time, in its home layout. A resharded copy of it, from its first to its last use; on CPU from
+  the start, since XLA runs first what waits for the least.
 - A donated argument a second time, from its first to its last use, where XLA works on a copy (`heap/result_places.py`).
   An all_reduce of the gradient, combined with all others, does come after every use, and saves the copy.
 - A result, unless a donated argument's buffer takes it, all the time, since XLA reserves result buffers for the whole
@@ -102,6 +103,13 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
         assert equation.loop is not None, "boundaries of loops know theirs"
         return equation.loop[1]
     return group.point
+
+
+def read_from(group: Group, value: Value) -> int:
+    """The first program point at which what a loop ends with, or has stacked, is read outside of it; 0 of all else."""
+    (first, *_) = group.equations
+    ends = first.primitive == "scan_stack" or (first.primitive == "scan_carry" and value is first.outputs[1])
+    return first.loop[1] if ends and first.loop else 0
 
 
 def written_at(group: Group, value: Value) -> int:

@@ -288,13 +288,14 @@ class _LimitSearch:
         Raises:
             InfeasibleError: all are over the limit.
         """
-        needed, free = math.inf, 0.0
+        needed, free, leanest = math.inf, 0.0, None
         try:
             limits = self.budget, self.time_limit, self.progress
             for solution, peak in chain(*(_lean_solutions(self.formulation, one, *limits) for one in self.lean)):
                 if needed == math.inf:
                     free = solution.bound  # the first is sought without a limit
-                needed = min(needed, peak / self.formulation.prices.backend.usable)
+                if peak / self.formulation.prices.backend.usable < needed:
+                    needed, leanest = peak / self.formulation.prices.backend.usable, solution.choice
                 if fits(peak, self.limit) and (best is None or solution.cost < best.cost):
                     best = solution
                     if self.gap >= ANY_GAP:
@@ -305,7 +306,8 @@ class _LimitSearch:
             if best is None and (needed == math.inf or isinstance(error, KeyboardInterrupt)):
                 raise
         if best is None:
-            raise InfeasibleError("the leanest choice is over the limit", limit=self.given, needed=needed)
+            message = "the leanest choice is over the limit"
+            raise InfeasibleError(message, limit=self.given, needed=needed, choice=leanest)
         return with_bound(best, self.bound if self.bound <= best.cost else free)
 
     def _refuse_if_over(self, problem: Problem, least: float) -> None:
@@ -433,11 +435,14 @@ def _refusal(
         timed = replace(budget, until=time.monotonic() + seconds)
         try:
             found = chain(*(_lean_solutions(formulation, one, timed, seconds, None) for one in lean))
-            return min(peak for _, peak in found) / usable
+            leanest, peak = min(found, key=lambda one: one[1])
+            error.choice = leanest.choice
+            return peak / usable
         except SolverError:
             return math.inf
 
-    return InfeasibleError("no choice holds so little", limit=given, needed=needed, least=least / usable)
+    error = InfeasibleError("no choice holds so little", limit=given, needed=needed, least=least / usable)
+    return error
 
 
 def _lean_solutions(

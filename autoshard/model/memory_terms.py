@@ -305,12 +305,13 @@ def moved_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
 def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A second copy of the argument while it is used: gathered, transposed, as images lie, or because it is donated."""
     prices, uses = argument.prices, argument.uses
+    loops = [loop for _, use in uses if (loop := use.equation.loop)]
+    spans = loops if argument.is_loop_buffer else list(itertools.starmap(use_span, uses))
+    if prices.backend.gathers.arguments_first and spans and (start := around(spans)[0]):
+        yield from argument.copies([(0, start)], copied=False)
     if argument.is_loop_buffer:  # a copy of it is the loop's own buffer
-        loops = [loop for _, use in uses if (loop := use.equation.loop)]
         yield from argument.copies(loops, copied=argument.is_copied)
-        return
-    spans = list(itertools.starmap(use_span, uses))
-    if prices.backend.transposes_operands and any(transposes(use) for _, use in uses):
+    elif prices.backend.transposes_operands and any(transposes(use) for _, use in uses):
         yield from argument.copies([(0, 0), *spans], copied=True)
     elif prices.backend.tile and (minor := next(filter(None, (image_dims_of(use) for _, use in uses)), None)):
         images = [prices.arrays.image_bytes(argument.value, option.copy, minor) for option in argument.options]

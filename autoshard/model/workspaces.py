@@ -19,6 +19,7 @@ from jax.lax import RandomAlgorithm
 
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import SCATTERS
+from autoshard.model.xla.cpu.narrow_numbers import MOVES_WINDOWS, scatter_copies, window_copies
 from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
@@ -326,35 +327,28 @@ def _sorted_elements(shards: ShardBytes) -> float:
 
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
+        **dict.fromkeys(("cholesky", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product"), copied),
+        **dict.fromkeys(("lu", "qr", "schur", "tridiagonal"), copied),
         "approx_top_k": _sorted_on_cpu,
         "bcoo_dot_general": lambda shards: product_bytes(shards.equation, *shards.operands[:2]),
-        "cholesky": copied,
         "dot_general": _widened_product,
         "eig": copied_and_results,
-        "eigh": copied,
-        "geqp3": copied,
-        "geqrf": copied,
-        "hessenberg": copied,
-        "householder_product": copied,
         "igamma": _until_all_have_settled(27),
         "igamma_grad_a": _until_all_have_settled(39),
         "igammac": _until_all_have_settled(25),
-        "lu": copied,
         "lu_pivots_to_permutation": lambda shards: 2 * shards.whole,
         "ormqr": lambda shards: copied(shards) + copied(shards, -1),
-        "qr": copied,
         "ragged_dot_general": _groups_apart,
         "regularized_incomplete_beta": lambda shards: 39 * shards.whole / shards.itemsize,
         "random_bits": _threefry_bits,
         "random_fold_in": _threefry_keys,
         "random_split": _threefry_keys,
-        **dict.fromkeys(SCATTERS, _batched_updates),
-        "schur": copied,
+        **dict.fromkeys(SCATTERS, lambda shards: _batched_updates(shards) + scatter_copies(shards)),
+        **dict.fromkeys(MOVES_WINDOWS, window_copies),
         "svd": _singular_vectors,
         "threefry2x32": all_results,
         "top_k": _sorted_on_cpu,
         "triangular_solve": _solved,
-        "tridiagonal": copied,
         "tridiagonal_solve": lambda shards: 2 * shards.whole,
     },
     "gpu": {
@@ -364,8 +358,10 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "eigh": lambda shards: shards.operands[0] * shards.kept[0],
         "dot_general": _of_cublas,
         "fft": _spectra,
+        **dict.fromkeys(("geqp3", "geqrf", "householder_product", "tridiagonal"), copied),
         **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled(13.5)),
         "lu": copied,
+        "ormqr": lambda shards: copied(shards, -1),
         "qr": lambda shards: shards.results[0],
         "ragged_dot_general": lambda shards: _CUBLAS_WORKSPACE_BYTES,
         "regularized_incomplete_beta": lambda shards: 27 * shards.whole / shards.itemsize,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from autoshard.errors import MemoryLimitError
 from autoshard.jaxprs import has_backward_pass
@@ -15,7 +16,12 @@ _SAME_LIMIT = 0.01  # share by which two limits may differ that are taken for on
 
 
 def memory_error(
-    program: Program, error: InfeasibleError, usable: float, is_part: bool, untried: Sequence[str] = ()
+    program: Program,
+    error: InfeasibleError,
+    usable: float,
+    is_part: bool,
+    untried: Sequence[str] = (),
+    leanest: Callable[[], Any] | None = None,
 ) -> MemoryLimitError:
     """What a user reads whose step does not fit.
 
@@ -23,14 +29,16 @@ def memory_error(
         usable: the share of the limit that plans may fill.
         is_part: whether only a part of all shardings was offered.
         untried: options that were not given, by which a train step may hold less.
+        leanest: makes the plan that needs the least.
     """
-    largest = sorted(program.values, key=lambda value: -value.bytes)[:3]
-    listed = "\n".join(f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in largest)
+    values = sorted(program.values, key=lambda value: -value.bytes)[:3]
+    listed = (f"  {value} {bytes_text(value.bytes)} ({value.source or 'argument'})" for value in values)
+    largest = "\n".join(("Largest values, before sharding:", *listed))
     if program.ordered_arguments:
-        listed += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
-        listed += "ignore_constraints=True frees them."
+        largest += f"\n{len(program.ordered_arguments)} arguments lie as their types of explicit mode say; "
+        largest += "ignore_constraints=True frees them."
     if program.wishes:
-        listed += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
+        largest += "\nArguments lie as the metadata of flax says; ignore_constraints=True frees them."
     less = untried if has_backward_pass(program.jaxpr.jaxpr) else ()
     limit = bytes_text(error.limit)
 
@@ -48,12 +56,13 @@ def memory_error(
             found += f" is {bytes_text(needed)}, of which {1 - usable:.0%} stay free, as far as predictions can be off"
             unit, size = ("KiB", 2**10) if needed < 32 * 2**20 else ("MiB", 2**20)
             more = f"memory='{math.ceil(needed / size)}{unit}'"
-        return f"{found}.\nLargest values, before sharding:\n{listed}\nTry {_listed((*less, more, 'a larger mesh'))}."
+        return f"{found}.\n{largest}\nTry {_listed((*less, more, 'a larger mesh'))}."
 
     def needed() -> float:
         return error.needed if math.isinf(error.needed) else math.ceil(error.needed)
 
-    return MemoryLimitError(message, budget=error.limit, needed=needed, least=error.least)
+    figures = {"budget": error.limit, "needed": needed, "least": error.least}
+    return MemoryLimitError(message, **figures, largest=largest, leanest=leanest)
 
 
 def _listed(steps: Sequence[str]) -> str:

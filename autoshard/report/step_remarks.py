@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autoshard.layout import MeshShape
+from autoshard.model.formulation import Formulation
 from autoshard.program import Program
+
+
+def remarks_of(formulation: Formulation, mesh: MeshShape, uneven: Sequence[str]) -> tuple[str, ...]:
+    """All that a plan says of how its step is run, what it says of uneven batches included."""
+    program = formulation.program
+    split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
+    again = tuple(filter(None, (program.own_statistics, program.recomputed, program.shared_trips, program.stacked)))
+    rewritten = (one.remark for one in program.rewritten)
+    said = (
+        *formulation.restrictions,
+        *split,
+        *again,
+        *rewritten,
+        *unused_axes(program, mesh),
+        *uneven,
+        *guessed_loops(program),
+    )
+    return *said, *formulation.prices.backend.remarks
 
 
 def guessed_loops(program: Program) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ predictions of memory are off, and all variants are chosen among again under a l
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -106,12 +105,11 @@ class OpenChoice(Generic[Planned]):
         if not is_compiled or self.variants.closes_over_tracers:
             return error
 
-        def planned(limit: float) -> Plan | None:
-            with contextlib.suppress(CutoffReached, MemoryLimitError, SolverError):
-                return self._within(limit * options.backend.usable, {})
-            return None
+        def leanest() -> Plan | None:
+            plan = None if error.leanest is None else error.leanest()
+            return None if plan is None else lowered(program_of(plan), plan, self.jit_keywords)
 
-        return confirmed(error, planned, compiled, options.untried)
+        return confirmed(error, leanest, compiled, options.untried)
 
     def _leaner(self, target: float) -> Plan:
         """The fastest that holds no more than the target, or else the leanest."""

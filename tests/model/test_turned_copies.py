@@ -15,6 +15,7 @@ from autoshard.mesh.topology import Link
 from autoshard.model.heap import overwriting
 from autoshard.model.memory_terms import HeldOutput
 from autoshard.model.resharding_memory import Resharding
+from autoshard.model.xla import backends
 
 AXES = {"x": 8}
 COLUMNS = jax.P(None, "x")
@@ -39,6 +40,23 @@ def test_gathered_columns_are_turned(monkeypatch):
         return autoshard.evaluate(gathered, f32(1024, 256), f32(256, 64), mesh=mesh_of(AXES), **layouts)
 
     assert_low_without(monkeypatch, Resharding, "_pieces_transposed", lambda *_: math.inf, made)
+
+
+def test_arguments_are_gathered_at_the_start(monkeypatch):
+    """XLA for CPU runs what is ready first, and so holds all gathered weights of a stack at once."""
+
+    def stack(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def made():
+        layouts = {"in_shardings": (jax.P("x"), jax.P("x")), "out_shardings": jax.P("x")}
+        return autoshard.evaluate(stack, [f32(128, 128)] * 6, f32(1024, 128), mesh=mesh_of(AXES), **layouts)
+
+    in_order = replace(backends.CPU, gathers=replace(backends.CPU.gathers, arguments_first=False))
+    table = {**backends.BACKENDS, "cpu": in_order}
+    assert_low_without(monkeypatch, backends, "BACKENDS", table, made)
 
 
 def test_products_of_a_batch_of_weights_are_turned(monkeypatch):

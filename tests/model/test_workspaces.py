@@ -15,7 +15,7 @@ from autoshard.model import formulating, workspaces
 from autoshard.model.heap.room_in_results import RoomInResults
 from autoshard.model.xla import fusion
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.model.xla.cpu import reductions
+from autoshard.model.xla.cpu import narrow_numbers, reductions
 from autoshard.program import trace
 from autoshard.propagation import rules_for
 
@@ -72,6 +72,39 @@ def test_a_workspace_that_is_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(workspaces, "WORKSPACES", {**workspaces.WORKSPACES, "cpu": rows})
     with pytest.raises(AssertionError):
         assert_ragged_product_as_compiled("product")
+
+
+def windowed(x):
+    return jax.lax.reduce_window(x, jnp.zeros((), x.dtype), jax.lax.add, (1, 2, 2), (1, 1, 1), "SAME")
+
+
+NARROW = {  # what goes over copies of twice the width, and what XLA makes a reduction
+    "windows": windowed,
+    "windows over what is computed": lambda x: windowed(x * 2) + 1,
+    "windows side by side": lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2), (1, 2, 2), "VALID"),
+    "running maxima": lambda x: jax.lax.cummax(x, 1),
+    "scattered": jax.vmap(lambda x, places, rows: x.at[places].add(rows)),
+}
+
+
+def assert_narrow_as_compiled(name, dtype):
+    x, rows = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 32, 32), (64, 8, 32)))
+    more = (jax.ShapeDtypeStruct((64, 8), np.int32), rows) if name == "scattered" else ()
+    assert_peak_as_compiled(NARROW[name], x, *more, rel=0.15, fixed={"*": P("x")})
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_narrow_numbers_are_widened(name):
+    assert_narrow_as_compiled(name, jnp.bfloat16)
+    if name != "windows side by side":  # float8 has no infinity
+        assert_narrow_as_compiled(name, jnp.float8_e4m3fn)
+
+
+def test_copies_of_narrow_numbers_that_are_left_out_are_caught(monkeypatch):
+    monkeypatch.setattr(narrow_numbers, "WIDER_BYTES", {})
+    for name in ("windows", "running maxima", "scattered"):
+        with pytest.raises(AssertionError):
+            assert_narrow_as_compiled(name, jnp.bfloat16)
 
 
 MOVES = {

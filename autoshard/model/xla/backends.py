@@ -99,6 +99,7 @@ CPU = Backend(
     transposes_operands=True,
     combining=Combining(counts=False),  # what a lone all_reduce takes among threads of one process was not measured
     convolutions=Convolutions(flops_share=0.5),
+    gathers=Gathers(arguments_first=True),
     fusion=Fusion(
         taken_in=_MOVED | {"gather"}, overwrites_operands=True, overwritten_by=_IN_PLACE, reshapes_in_place=True
     ),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.lax.linalg import geqp3, geqrf
 from jax.sharding import AbstractMesh, PartitionSpec
 from oracles import adjusted
 
@@ -40,6 +41,10 @@ def convolved(*numbers, strides=1, spread=1, padding="SAME"):
 
 def solved(matrix, sides):
     return jax.lax.linalg.triangular_solve(matrix, sides, left_side=True, lower=True)
+
+
+def pivoted(matrix):
+    return geqp3(matrix, jnp.zeros((*matrix.shape[:-2], matrix.shape[-1]), np.int32))
 
 
 class Held(NamedTuple):
@@ -95,6 +100,18 @@ HELD = {
     "eigenvectors": Held(
         lambda x: jax.lax.linalg.eigh(x, symmetrize_input=False), (SQUARES,), {"*": ROWS}, "eigh", 395568, 4
     ),
+    "reflectors": Held(geqrf, (MATRICES,), {"*": ROWS}, "geqrf", 148752, None),
+    "pivoted reflectors": Held(pivoted, (MATRICES,), {"*": ROWS}, "geqp3", 149784, None),
+    "orthogonal matrices": Held(
+        jax.lax.linalg.householder_product,
+        (MATRICES, array(64, 32)),
+        {"*": ROWS},
+        "householder_product",
+        148480,
+        None,
+    ),
+    "reflected": Held(jax.lax.linalg.ormqr, (MATRICES, array(64, 32), MATRICES), {"*": ROWS}, "ormqr", 197632, None),
+    "three diagonals": Held(jax.lax.linalg.tridiagonal, (SQUARES,), {"*": ROWS}, "tridiagonal", 399872, None),
     "triangles": Held(solved, (SQUARES, SQUARES), {"*": ROWS}, "triangular_solve", 655744, 4),
     "bands": Held(
         lambda a, b: jax.lax.linalg.tridiagonal_solve(a, a, a, b),

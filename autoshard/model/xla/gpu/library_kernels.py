@@ -16,7 +16,7 @@ from autoshard.program import Equation
 
 # Beside the library's own, and beside one for each operand that is an argument.
 _AROUND_MATRICES = {"eigh": 2, "householder_product": 1, "lu": 2, "qr": 4, "svd": 2, "triangular_solve": 1}
-_OF_SERIES = {"igamma": 16, "igamma_grad_a": 18, "igammac": 16, "regularized_incomplete_beta": 805}  # loops turn once
+_OF_SERIES = {"igamma": 16, "igamma_grad_a": 18, "igammac": 16, "regularized_incomplete_beta": 8}  # loops turn once
 _AROUND = {
     **_OF_SERIES,
     "approx_top_k": 2,
