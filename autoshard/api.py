@@ -17,7 +17,7 @@ from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.meshes.mesh_function import MeshChoosingFunction
-from autoshard.meshes.places import Place, axes_in
+from autoshard.meshes.places import DevicePlace, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.one_jit.function import OneJitFunction
@@ -30,7 +30,7 @@ from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
-from autoshard.replanning.planner import Planner
+from autoshard.replanning.planner import Replanner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
 from autoshard.stage_planning.given import check_combination, check_given, check_statistics
@@ -226,7 +226,7 @@ def autoshard(
         mesh = like.typed_mesh
     meshes: list[Any] = [mesh]
     if mesh == "auto":
-        place = Place.of(topology)
+        place = DevicePlace.of(topology)
         topology = place.machine
         planned = plan if plan is not None else like
         meshes = place.meshes(axes_in(fixed, tactics)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
@@ -378,7 +378,7 @@ def evaluate(
         formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
     )
     comparison = Comparison(lambda: with_inner_layouts_planned(made.predicted, planned()))
-    planner = Planner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
+    planner = Replanner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
     return planner.bound(lowered(program, Plan.of(made, comparison), compile_keywords(jit_keywords)))
 
 

@@ -36,11 +36,11 @@ from autoshard.arrays.arguments import (
 )
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
 from autoshard.jaxprs import calls_back
-from autoshard.lower import Step, named_refusals
+from autoshard.lower import JittedStep, named_refusals
 from autoshard.ops.fourier.fft import with_transforms
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned, program_of
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.program import Program, context, named_refusal
 from autoshard.program.explicit import is_explicit
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
@@ -49,7 +49,7 @@ from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule, has_rule_in_jit
 from autoshard.propagation.stencils import with_stencils
 from autoshard.recognition import with_operations
-from autoshard.replanning.planner import Planner
+from autoshard.replanning.planner import Replanner
 from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
@@ -74,12 +74,12 @@ class PlannedStep:
     plan: Plan
     program: Program
     context: Any  # of tracing; kept, so that no other context gets its address
-    planner: Planner
+    planner: Replanner
     is_checked: bool = False  # whether its compiled program has been held against the memory limit
     choice: OpenChoice[PlannedStep] | None = None  # among the variants of the step, until one is checked
 
     @property
-    def step(self) -> Step:
+    def step(self) -> JittedStep:
         assert self.plan.lowering is not None, "`lowered` gives it one"
         return self.plan.lowering.step
 
@@ -178,7 +178,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
-        self._group = None if options.is_alone else Group.of(options.mesh)
+        self._group = None if options.is_alone else ProcessGroup.of(options.mesh)
         self._lock = threading.RLock()
         self._compiled: dict[tuple[Any, ...], PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
@@ -399,7 +399,7 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     def _bound(self, program: Program, plan: Plan) -> PlannedStep:
         """A lowered plan bound to what it was made of."""
-        planner = Planner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
+        planner = Replanner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
         return PlannedStep(planner.bound(plan), program, context(), planner)
 
     def _enough(self, seconds: float, options: Options) -> Callable[[], float] | None:

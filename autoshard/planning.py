@@ -35,7 +35,7 @@ from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.making import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, check_alike, peak_of_all, plan_of_all
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
@@ -75,7 +75,7 @@ def checked(
     options: Options,
     jit_keywords: Mapping[str, Any],
     before: PlansByProgram | None,
-    group: Group | None,
+    group: ProcessGroup | None,
     others: Callable[[float], Plan | None] | None = None,
 ) -> Plan:
     """A lowered plan whose compiled program is within the memory limit, as far as one is found.
@@ -146,7 +146,7 @@ def _leaner(
 
 
 def _leaner_of_all(
-    group: Group | None,
+    group: ProcessGroup | None,
     program: Program,
     rules: Sequence[Rule],
     options: Options,
@@ -205,7 +205,7 @@ def planned(
     options: Options,
     jit_keywords: Mapping[str, Any],
     before: PlansByProgram,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
 ) -> Plan:
     """The plan of a traced program: that of an equal one planned before, or from the cache, if it is there.
 

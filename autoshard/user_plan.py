@@ -60,7 +60,7 @@ class Comparison:
         return self.found or {} if self.find is None else self.found
 
 
-class Planner(Protocol):
+class PlanQuestions(Protocol):
     """What a plan was made of: the program and the options."""
 
     def explain(self, plan: Plan, path: str) -> Explanation:
@@ -84,7 +84,7 @@ class Plan(PlanData):
 
     comparison: Comparison = field(repr=False, default_factory=Comparison)
     lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
-    planner: Planner | None = field(repr=False, default=None)  # None: loaded, not yet bound
+    planner: PlanQuestions | None = field(repr=False, default=None)  # None: loaded, not yet bound
     remark: str = ""  # what changes where the step was planned for another signature before
     wish: Wish | None = None  # what `what_if` was asked for; None: another made the plan
     stages: tuple[Any, ...] = ()  # `PlannedStage`s of a step that runs in a pipeline
@@ -196,7 +196,7 @@ class Plan(PlanData):
         wish |= {"time_limit": time_limit, "tactics": tactics}
         return self._asked().what_if(self, wish)
 
-    def _asked(self) -> Planner:
+    def _asked(self) -> PlanQuestions:
         if self.planner is None:
             raise PlanError(
                 "a plan that was loaded from a file, or moved to another mesh, knows no step to plan again.\n"

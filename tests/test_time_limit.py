@@ -20,7 +20,7 @@ from autoshard.frontiers import search as frontier_search
 from autoshard.meshes import mesh_function
 from autoshard.model.option_sets import growing
 from autoshard.model.pricing import late, price_lists, resharding_steps
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.prices import PriceList
 from autoshard.options import options_of
 from autoshard.plans import limited_overlap
 from autoshard.propagation import rules_for
@@ -146,7 +146,7 @@ def test_a_budget_may_end_with_another():
 @pytest.fixture
 def pricing_clock(monkeypatch):
     """A clock of formulating's own, on which each group of equations takes so many seconds to price."""
-    times, price = SimpleNamespace(by=0.0, per_group=0.0, priced=0), Prices.group
+    times, price = SimpleNamespace(by=0.0, per_group=0.0, priced=0), PriceList.group
 
     def slow(prices, group):
         times.by += times.per_group
@@ -154,7 +154,7 @@ def pricing_clock(monkeypatch):
         return price(prices, group)
 
     monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + times.by))
-    monkeypatch.setattr(Prices, "group", slow)
+    monkeypatch.setattr(PriceList, "group", slow)
     return times
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autoshard.arrays.subtrees import Leaf, Part, argument_leaves, best_of, common_end, named_leaves, parts_like
+from autoshard.arrays.subtrees import ArgumentPart, Leaf, argument_leaves, best_of, common_end, named_leaves, parts_like
 from autoshard.errors import ArgumentError, ConflictError
 from autoshard.layout import Layout, spec_text
 from autoshard.plans.plan import PlacedArray, PlanData
@@ -23,7 +23,9 @@ def shared_layouts(program: Program, like: PlanData) -> dict[int, Layout]:
         ArgumentError: the steps share nothing; or an array of the other step's state has another type here.
         ConflictError: an argument may be one of several, which lie in different ways.
     """
-    search = _Search(program.name, like.name, argument_leaves(like), like.arguments, frozenset(like.carried))
+    search = _SharedArgumentSearch(
+        program.name, like.name, argument_leaves(like), like.arguments, frozenset(like.carried)
+    )
     found = search.shared(program_leaves(program))
     if not found:
         known = ", ".join(dict.fromkeys(leaf.keys[0] for leaf in search.there))
@@ -45,11 +47,11 @@ def shared_arguments(one: Program, other: Program) -> dict[int, int]:
     Raises:
         ArgumentError, ConflictError: as for `shared_layouts`.
     """
-    search = _Search(one.name, other.name, program_leaves(other), None, frozenset(other.carried))
+    search = _SharedArgumentSearch(one.name, other.name, program_leaves(other), None, frozenset(other.carried))
     return search.shared(program_leaves(one))
 
 
-class _Search:
+class _SharedArgumentSearch:
     """What to look for shared arguments in."""
 
     def __init__(
@@ -82,7 +84,7 @@ class _Search:
             found |= self.below((*prefix, key), inside)
         return found
 
-    def only(self, prefix: tuple[str, ...], parts: Sequence[Part], is_array: bool) -> Part | None:
+    def only(self, prefix: tuple[str, ...], parts: Sequence[ArgumentPart], is_array: bool) -> ArgumentPart | None:
         """The part that arguments below some keys are; None if there is none.
 
         Raises:
@@ -103,7 +105,7 @@ class _Search:
             self.check_alike("/".join(prefix), parts[0], part)
         return parts[0] if parts else None
 
-    def check_alike(self, name: str, one: Part, other: Part) -> None:
+    def check_alike(self, name: str, one: ArgumentPart, other: ArgumentPart) -> None:
         for first, second in zip(one.leaves, other.leaves, strict=True):
             lie = [spec_text(self.placed[i].layout) if self.placed else str(i) for i in (first, second)]
             if lie[0] != lie[1]:

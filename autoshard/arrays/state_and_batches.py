@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
 from autoshard.arrays.arguments import put_on_mesh
-from autoshard.arrays.subtrees import Leaf, Part, argument_leaves, best_of, common_end, keys_of, parts_like
+from autoshard.arrays.subtrees import ArgumentPart, Leaf, argument_leaves, best_of, common_end, keys_of, parts_like
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
@@ -203,16 +203,16 @@ def _found(
     return [found[leaf] for leaf in wanted]
 
 
-def _ranked(plan: PlanData, parts: Collection[Part], state_first: bool) -> list[Part]:
+def _ranked(plan: PlanData, parts: Collection[ArgumentPart], state_first: bool) -> list[ArgumentPart]:
     """The parts that are likeliest: whole arguments first."""
 
-    def is_likely(part: Part) -> bool:
+    def is_likely(part: ArgumentPart) -> bool:
         return all((i in plan.carried) == state_first for i in part.leaves)
 
     return best_of(parts, is_likely, lambda part: part.is_argument, lambda part: part.is_all)
 
 
-def _only(plan: PlanData, parts: Sequence[Part], what: str) -> Part:
+def _only(plan: PlanData, parts: Sequence[ArgumentPart], what: str) -> ArgumentPart:
     """The first of the parts; any other lies as it does.
 
     Raises:

@@ -32,12 +32,15 @@ from autoshard.jaxprs import (
     is_kernel,
     on_host,
 )
-from autoshard.primitives import Work, facts_of, primitives_where
+from autoshard.primitives import FlopRule, facts_of, primitives_where
 from autoshard.remat.numbering import needed
 
 NUMBERS = 64  # elements: an array of so many counts as numbers, as the coefficients of a polynomial
 COSTLY = primitives_where(
-    lambda facts: facts.work in {Work.CONTRACTION, Work.FACTORIZATION, Work.TRIANGULAR_SOLVE, Work.TRIDIAGONAL_SOLVE}
+    lambda facts: (
+        facts.work
+        in {FlopRule.CONTRACTION, FlopRule.FACTORIZATION, FlopRule.TRIANGULAR_SOLVE, FlopRule.TRIDIAGONAL_SOLVE}
+    )
 )
 # What says how arrays lie, or is to be computed where it stands.
 _STAYS = CONSTRAINTS | HIDDEN_BODIES | {"custom_partitioning", "device_put", "optimization_barrier", "shard_map"}
@@ -131,10 +134,10 @@ class ArrayFunction:
 
 def costly_functions(jaxpr: Jaxpr) -> list[ArrayFunction]:
     """The functions of one array in a jaxpr, plain calls opened, that multiply or factorise matrices."""
-    return _Walk(jaxpr).functions()
+    return _FunctionWalk(jaxpr).functions()
 
 
-class _Walk:
+class _FunctionWalk:
     """One walk over a jaxpr, which finds what is made of one array alone.
 
     A few numbers that come from elsewhere, as the scale that clips all gradients, may go into a function, too. They
@@ -226,7 +229,7 @@ def _may_have_some(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
             if left is right and left is not None:
                 return True
         elif eqn.primitive.name in COSTLY:
-            if facts_of(eqn.primitive.name).work is not Work.CONTRACTION:
+            if facts_of(eqn.primitive.name).work is not FlopRule.CONTRACTION:
                 return True
         elif facts_of(eqn.primitive.name).passes_on and isinstance(eqn.invars[0], Var):
             viewed[eqn.outvars[0]] = viewed.get(eqn.invars[0], eqn.invars[0])

@@ -110,7 +110,7 @@ def read_collectives(
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectivePart:
     """A collective, or one of the instructions that it stands in."""
 
     collective: Collective  # with all runs of this instruction
@@ -148,7 +148,7 @@ def collectives_in(
     mesh_shape: MeshShape,
     device_order: Sequence[int] | None = None,
     device_ids: Sequence[int] | None = None,
-) -> Iterator[Part]:
+) -> Iterator[CollectivePart]:
     """Every instruction of a module in which a collective stands, in program order; see `read_collectives`."""
     lines = source_lines(hlo_text)
     devices = math.prod(mesh_shape.values())
@@ -177,7 +177,7 @@ def collectives_in(
         name = re.search(r'op_name="([^"]*)"', said)
         channel = attribute(instruction.rest, "channel_id")
         begun[channel] += _BEGINS in instruction.rest
-        yield Part(
+        yield CollectivePart(
             Collective(
                 kind,
                 axes,

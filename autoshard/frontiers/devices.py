@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError, of_least_need
-from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.chips import CHIPS
 from autoshard.options import half_of_time, is_whole_number
 from autoshard.user_plan import Plan
@@ -79,7 +79,7 @@ def fewest_devices(
         for mesh in _meshes(2**power, axes):
             if found and until is not None and time.monotonic() > until:
                 return
-            step = TracedVariants.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
+            step = FrontierVariants.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
             until = step.options.timed().ends if until is None else until
             step = step.timed(half_of_time(until))
             try:

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.plans import Frontier
-from autoshard.frontiers.traced_step import TracedStep
-from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.frontiers.traced_step import FrontierStep
+from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.topology import Topology
 from autoshard.options import is_whole_number
 from autoshard.report.units import bytes_text
@@ -72,33 +72,33 @@ def frontier(
     """
     if not is_whole_number(points) or points < 2:
         raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
-    step = TracedVariants.of(fn, args, kwargs or {}, mesh, topology, options)
+    step = FrontierVariants.of(fn, args, kwargs or {}, mesh, topology, options)
     searches = points + _FURTHER
     limit = step.options.time_limit
     step = step.timed(time.monotonic() + limit, limit / searches)
-    search = _Search(step)
+    search = _FrontierSearch(step)
     search.find(points, searches)
     is_free = not step.options.is_memory_given
     return Frontier(step.as_written.program.name, search.plans(), step.usable, is_free, search.left_out(points))
 
 
 @dataclass(frozen=True)
-class _Point:
+class _FrontierPoint:
     """A solution, and what it holds."""
 
     solution: Solution
-    step: TracedStep  # the variant that it is of
+    step: FrontierStep  # the variant that it is of
     memory: float  # the limit under which it was found, bytes per device
     seconds: float  # per step, predicted
     peak: int  # bytes per device, predicted
 
 
 @dataclass(eq=False)
-class _Search:
+class _FrontierSearch:
     """What is known of a step under its limits."""
 
-    step: TracedVariants
-    known: list[_Point] = field(default_factory=list)
+    step: FrontierVariants
+    known: list[_FrontierPoint] = field(default_factory=list)
     proven: dict[float, float] = field(default_factory=dict)  # limit -> the least seconds of plans under it
     closed: set[tuple[int, int]] = field(default_factory=set)  # peaks between which a search found nothing
     has_smallest: bool = False  # whether plans that hold less were sought to the end
@@ -159,11 +159,13 @@ class _Search:
                 raise
             return False
         predicted = found.plan.predicted
-        self.known.append(_Point(found.solution, found.step, memory, predicted.step_seconds, predicted.peak_bytes))
+        self.known.append(
+            _FrontierPoint(found.solution, found.step, memory, predicted.step_seconds, predicted.peak_bytes)
+        )
         self.proven[memory] = max(found.plan.bound, self.proven.get(memory, 0.0))
         return True
 
-    def best(self, memory: float) -> _Point | None:
+    def best(self, memory: float) -> _FrontierPoint | None:
         """The cheapest known solution that fits a limit."""
         fitting = [point for point in self.known if point.peak <= memory * self.step.usable]
         return min(fitting, key=lambda point: (point.solution.cost, point.peak), default=None)
@@ -172,9 +174,9 @@ class _Search:
         """What is proven of all plans under a limit."""
         return max((bound for limit, bound in self.proven.items() if limit >= memory), default=0.0)
 
-    def front(self) -> list[_Point]:
+    def front(self) -> list[_FrontierPoint]:
         """The known solutions of which none is as fast and holds less, fastest first."""
-        front: list[_Point] = []
+        front: list[_FrontierPoint] = []
         for point in sorted(self.known, key=lambda point: (point.seconds, point.peak)):
             if not front or point.peak < front[-1].peak:
                 front.append(point)

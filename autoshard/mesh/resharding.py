@@ -37,7 +37,7 @@ from autoshard.mesh.topology import Topology
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardingStep:
     """One collective of a resharding."""
 
     kind: str  # one of collectives.KINDS
@@ -47,7 +47,7 @@ class Step:
 
 def reshard(
     shape: Sequence[int], itemsize: float, source: Layout, target: Layout, mesh_shape: MeshShape
-) -> tuple[Step, ...]:
+) -> tuple[ReshardingStep, ...]:
     """The collectives that take an array from `source` to `target`, in order; none where a local slice will do.
 
     >>> mesh = {"x": 4, "y": 2}
@@ -63,7 +63,7 @@ def reshard(
         for size, before, after in zip(shape, source, target, strict=True)
     )
     found = path(source, target, mesh_shape)
-    return tuple(Step(kind, axes, math.ceil(padded * itemsize / tiles)) for kind, axes, tiles in found)
+    return tuple(ReshardingStep(kind, axes, math.ceil(padded * itemsize / tiles)) for kind, axes, tiles in found)
 
 
 def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[str, tuple[str, ...], int], ...]:

@@ -16,7 +16,7 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError, of_least_need
 from autoshard.layout import MeshShape
 from autoshard.options import Options, half_of_time
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import mesh_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
@@ -128,7 +128,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 self._chosen = best or self._on(self._options_for(self._ranking.planned[0].shape))
             return self._chosen
 
-    def _ranking_of_all(self, group: Group, args: Any, kwargs: Any) -> str:
+    def _ranking_of_all(self, group: ProcessGroup, args: Any, kwargs: Any) -> str:
         """The leader's ranking, as a text."""
         name = getattr(self._fn, "__name__", "step")
         fingerprint = self._fingerprint(args, kwargs)

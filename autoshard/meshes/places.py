@@ -28,7 +28,7 @@ _ROUNDED_SECONDS = 1e-9  # relative: what rounding may make of seconds that are 
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """Where a step may run: devices and their wires."""
 
     dims: MachineDims
@@ -36,7 +36,7 @@ class Place:
     devices: tuple[jax.Device, ...] = ()  # those at hand; empty if they are not there
 
     @classmethod
-    def of(cls, topology: Any) -> Place:
+    def of(cls, topology: Any) -> DevicePlace:
         """The place that `topology=` means.
 
         Args:

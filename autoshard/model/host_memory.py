@@ -9,14 +9,14 @@ from autoshard.errors import ConflictError
 from autoshard.layout import Layout, spec_of
 from autoshard.model.groups import Group
 from autoshard.model.pricing.prices import PricedStrategies
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.program import Value
 
 
 def check_host_memory(
     arguments: Iterable[tuple[Value, Sequence[Layout], str]],
     groups: Iterable[tuple[Group, PricedStrategies]],
-    readers: Mapping[int, Sequence[Reader]],
+    readers: Mapping[int, Sequence[ValueReader]],
 ) -> None:
     """
     Args:

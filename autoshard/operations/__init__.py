@@ -5,6 +5,6 @@ says how one call is split, and `running.py` runs it on shards.
 """
 
 from autoshard.operations.operation import Implementation, Operation, operation
-from autoshard.operations.split import CallSplit, Run
+from autoshard.operations.split import CallRun, CallSplit
 
-__all__ = ["CallSplit", "Implementation", "Operation", "Run", "operation"]
+__all__ = ["CallRun", "CallSplit", "Implementation", "Operation", "operation"]

@@ -103,7 +103,7 @@ def solutions_of(formulation: Formulation) -> dict[str, Solution]:
 
 
 def _found(formulation: Formulation) -> dict[str, Solution | str]:
-    problems = _Problems(formulation)
+    problems = _AlternativeProblems(formulation)
     if not formulation.mesh:
         return dict.fromkeys(("data parallel", "FSDP", "tensor parallel"), "there is one device")
     return {
@@ -136,7 +136,7 @@ def _with_limited_overlap(formulation: Formulation) -> Solution:
     return with_limited_overlap(formulation, first, search, Budget.of(_SECONDS_PER_ROW))
 
 
-class _Problems:
+class _AlternativeProblems:
     """The problem of each alternative."""
 
     def __init__(self, formulation: Formulation):

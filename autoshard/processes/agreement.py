@@ -27,7 +27,7 @@ from autoshard.jaxprs import Jaxpr, inner_jaxprs
 from autoshard.options import Options
 from autoshard.plans.files import to_json
 from autoshard.plans.plan import PlanData
-from autoshard.processes.group import PATIENCE, Group
+from autoshard.processes.group import PATIENCE, ProcessGroup
 from autoshard.program import Equation, Program
 from autoshard.propagation import Rule
 from autoshard.report.units import bytes_text
@@ -136,7 +136,7 @@ def _generator(is_partitionable: bool) -> str:
     return f"jax_threefry_partitionable={is_partitionable}"
 
 
-def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Callable[[str], Plan]) -> Plan:
+def plan_of_all(group: ProcessGroup, claims: Claims, make: Callable[[], Plan], load: Callable[[str], Plan]) -> Plan:
     """The plan that the leader makes, on every process.
 
     The leader does not wait for the others: it may plan alone, to print the plan say.
@@ -159,7 +159,7 @@ def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Ca
     return load(found) if made is None else made
 
 
-def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str]) -> str:
+def text_of_all(group: ProcessGroup, claims: Claims, about: str, make: Callable[[], str]) -> str:
     """What the leader says of a step, on every process.
 
     Args:
@@ -192,7 +192,7 @@ def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str
 
 
 def mesh_of_all(
-    group: Group, step: str, fingerprint: str, candidates: Sequence[Options], rank: Callable[[], str]
+    group: ProcessGroup, step: str, fingerprint: str, candidates: Sequence[Options], rank: Callable[[], str]
 ) -> str:
     """The leader's ranking of meshes as a text, on every process.
 
@@ -234,7 +234,7 @@ def mesh_of_all(
     return group.leader_says(f"mesh/{key}", text, watch)
 
 
-def check_alike(group: Group, claims: Claims, plan: Plan) -> None:
+def check_alike(group: ProcessGroup, claims: Claims, plan: Plan) -> None:
     """Waits until all processes are about to run this step by this plan.
 
     Raises:
@@ -252,7 +252,7 @@ def check_alike(group: Group, claims: Claims, plan: Plan) -> None:
         raise ProcessError(differs)
 
 
-def peak_of_all(group: Group, number: int, peak: float | None) -> float | None:
+def peak_of_all(group: ProcessGroup, number: int, peak: float | None) -> float | None:
     """The largest of the peaks that compilers on all processes tell of the same program; None if one tells none.
 
     Args:
@@ -272,12 +272,12 @@ def digest_of(plan: Plan) -> str:
     return _digest(to_json(plan, None))
 
 
-def _offer(group: Group) -> str:
+def _offer(group: ProcessGroup) -> str:
     """The key under which the leader says what it is about to run."""
     return f"run/{group.round}"
 
 
-def _refuse(claims: Claims, leaders: Claims, group: Group) -> None:
+def _refuse(claims: Claims, leaders: Claims, group: ProcessGroup) -> None:
     if claims.key != leaders.key or claims.said["plan"] != leaders.said["plan"]:
         known = {name: leaders.said[name] for name in claims.said}  # the leader, about to run, says more
         raise ProcessError(claims.difference(replace(leaders, said=known), group.here, group.leader))

@@ -53,7 +53,7 @@ _RESULT_SHARDINGS = ("out_sharding", "sharding")
 
 
 @dataclass(frozen=True)
-class Types:
+class ExplicitTypes:
     """What explicit mode says of a step's arguments and results: the layout in the type; None for one that is open."""
 
     mesh: AbstractMesh  # of the types: some axes Explicit
@@ -75,7 +75,7 @@ def type_sharding(aval: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) and is_explicit(sharding.mesh) else None
 
 
-def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types | None:
+def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> ExplicitTypes | None:
     """The types of a jaxpr that was traced under `context`; None if it is no program of explicit mode.
 
     Args:
@@ -97,7 +97,7 @@ def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types
             results[i] = None
     on_auto = frozenset(i for i, aval in enumerate(closed.out_avals) if _is_on_auto(aval))
     written = tuple(None if (one := type_sharding(aval)) is None else _bare(one.spec) for aval in closed.in_avals)
-    return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto, written)
+    return ExplicitTypes(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto, written)
 
 
 def _is_on_auto(aval: Any) -> bool:
@@ -120,7 +120,9 @@ def _layout_in(aval: Any) -> Layout | None:
     return tuple(tuple(sorted(axes, key=order)) for axes in layout_of(_bare(sharding.spec), aval.ndim))
 
 
-def on_auto_axes(closed: ClosedJaxpr, types: Types | None, *, obey: bool, settled: Sequence[int] = ()) -> ClosedJaxpr:
+def on_auto_axes(
+    closed: ClosedJaxpr, types: ExplicitTypes | None, *, obey: bool, settled: Sequence[int] = ()
+) -> ClosedJaxpr:
     """The jaxpr with no types of explicit mode in it, and their orders as constraints.
 
     Args:

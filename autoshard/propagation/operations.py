@@ -81,7 +81,7 @@ class StartingLayout:
 
 
 @dataclass(frozen=True)
-class Operation:
+class PropagatedOperation:
     """An equation, or the broadcast before one, as propagation sees it."""
 
     equation: Equation | None  # None: a result that is returned in a layout of its own
@@ -110,7 +110,7 @@ class Operation:
         return "passing"
 
 
-class Operations:
+class PropagationGraph:
     """A program as propagation sees it.
 
     A tensor is an id: the id of its value in the program, or a negative id for a tensor that only XLA has.
@@ -124,8 +124,10 @@ class Operations:
         ends: Mapping[int, Layout],
         order: Sequence[int] | None = None,
     ):
-        self.spreading: list[Operation] = []  # in the given order of equations, else that of the program
-        self.constant: list[Operation] = []  # that make constants, in program order: they follow their readers
+        self.spreading: list[PropagatedOperation] = []  # in the given order of equations, else that of the program
+        self.constant: list[
+            PropagatedOperation
+        ] = []  # that make constants, in program order: they follow their readers
         self.given = {id_: StartingLayout(layout, frozenset(), id_) for id_, layout in fixed.items()}
         self.ndims = {value.id: len(value.shape) for value in program.values}
         self._outer: dict[int, int] = {}  # value in a branch -> the value outside that it is
@@ -252,12 +254,12 @@ class Operations:
                         reads[self._read(value, equation)] += times
         return reads
 
-    def _end(self, value: Value, layout: Layout) -> Operation:
+    def _end(self, value: Value, layout: Layout) -> PropagatedOperation:
         """What a result is returned by: it lies as said, whatever the value does."""
         factors = tuple(map(str, range(len(value.shape))))
         returned, dims = self._new(tuple((factor,) for factor in factors))
         self.given[returned] = StartingLayout(layout, frozenset(), value.id)
-        return Operation(
+        return PropagatedOperation(
             equation=None,
             sizes=dict(zip(factors, value.shape, strict=True)),
             ids=(self._laid_as(self._read(value)), returned),
@@ -324,7 +326,7 @@ class Operations:
         else:
             add(operands, results, kind, elementwise=elementwise)
 
-    def _place(self, places: Sequence[int], operation: Operation) -> tuple[int, ...]:
+    def _place(self, places: Sequence[int], operation: PropagatedOperation) -> tuple[int, ...]:
         """Where Shardy comes to an operation: what hands values to a loop and back stands behind the loop."""
         equation = operation.equation
         assert equation is not None, "results have no place"
@@ -337,7 +339,7 @@ class Operations:
 
     def _add_operation(
         self,
-        into: list[Operation],
+        into: list[PropagatedOperation],
         equation: Equation,
         rule: Rule,
         reads: Counter[int],
@@ -349,7 +351,7 @@ class Operations:
     ) -> None:
         tensors = (*operands, *results)
         into.append(
-            Operation(
+            PropagatedOperation(
                 equation=equation,
                 sizes=rule.sizes,
                 ids=tuple(self._laid_as(id_) for id_, _ in tensors),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var
-from autoshard.recognition.bodies import Atom, Tree
+from autoshard.recognition.bodies import Atom, BodyTree
 from autoshard.recognition.probe import FOLLOWED
 
 _Shown = TypeVar("_Shown")
@@ -27,14 +27,14 @@ class Likeness:
     values: tuple[Var, ...]  # by origin
 
     @classmethod
-    def of(cls, tree: Tree, ends: Sequence[Var], values: Sequence[Var], *context: Hashable) -> Likeness:
+    def of(cls, tree: BodyTree, ends: Sequence[Var], values: Sequence[Var], *context: Hashable) -> Likeness:
         """
         Args:
             ends: origins of values; what they are made of is left out.
             values: all that is compared, as far as the equations go that a probe evaluates and that lead to it.
             context: what must be equal beside.
         """
-        walk = _Walk(tree)
+        walk = _LikenessWalk(tree)
         said = [walk.leaf(end, None) for end in ends if walk.is_new(end)]
         for value in values:
             walk.number(value)
@@ -68,8 +68,8 @@ class Proofs:
 
 
 @dataclass
-class _Walk:
-    tree: Tree
+class _LikenessWalk:
+    tree: BodyTree
     numbers: dict[Var, int] = field(default_factory=dict)
     waiting: list[Var] = field(default_factory=list)
 

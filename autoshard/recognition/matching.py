@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Var, aval_of
-from autoshard.recognition.bodies import Tree
+from autoshard.recognition.bodies import BodyTree
 from autoshard.recognition.likeness import Likeness, Proofs, said_in
 from autoshard.recognition.masks import Mask, Visible, visible
 from autoshard.recognition.probe import FOLLOWED, Probe
@@ -33,7 +33,7 @@ _ORDINARY = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.BF16_BF
 class Weights:
     """Attention weights, and the product of queries and keys that they are made of. Variables are origins."""
 
-    tree: Tree
+    tree: BodyTree
     made: Var
     scores: JaxprEqn
     query: Var
@@ -144,7 +144,7 @@ def aligned(x: SmallArray, order: Sequence[str]) -> np.ndarray:
     return moved.reshape([SMALL[role[0]] if role in there else 1 for role in order])
 
 
-def all_weights(tree: Tree) -> Iterator[Weights]:
+def all_weights(tree: BodyTree) -> Iterator[Weights]:
     """The attention weights that products read."""
     seen, proofs, exponentials = set[Var](), Proofs(), _Exponentials(tree)
     for body in tree.root.all():
@@ -163,7 +163,7 @@ def all_weights(tree: Tree) -> Iterator[Weights]:
 class _Exponentials:
     """The values to which exponentials lead, without products between."""
 
-    tree: Tree
+    tree: BodyTree
     known: dict[Var, bool] = field(default_factory=dict)
 
     def lead_to(self, origin: Var) -> bool:
@@ -183,7 +183,7 @@ class _Exponentials:
         return self.known[origin]
 
 
-def _weights_of(tree: Tree, made: Var, proofs: Proofs) -> Weights | None:
+def _weights_of(tree: BodyTree, made: Var, proofs: Proofs) -> Weights | None:
     for scores in _products_before(tree, made):
         if not is_ordinary(scores) or not all(isinstance(atom, Var) for atom in scores.invars):
             continue
@@ -195,7 +195,7 @@ def _weights_of(tree: Tree, made: Var, proofs: Proofs) -> Weights | None:
     return None
 
 
-def _shown(tree: Tree, made: Var, scores: JaxprEqn, proofs: Proofs, like: Likeness) -> Weights | None:
+def _shown(tree: BodyTree, made: Var, scores: JaxprEqn, proofs: Proofs, like: Likeness) -> Weights | None:
     for stops in (False, True):
         try:
             found = _proven(tree, made, scores, stops)
@@ -212,7 +212,7 @@ def is_ordinary(product: JaxprEqn) -> bool:
     return all(one in _ORDINARY for one in (said if isinstance(said, tuple) else (said,)))
 
 
-def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:
+def _products_before(tree: BodyTree, made: Var) -> list[JaxprEqn]:
     """Products from which exponentials lead to a value; none if other operations are between, or very many."""
     products, seen, waiting, has_exp = list[JaxprEqn](), set[Var](), [made], False
     while waiting and len(seen) < MOST_EQUATIONS:
@@ -229,7 +229,7 @@ def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:
     return products if has_exp and len(seen) < MOST_EQUATIONS else []
 
 
-def _proven(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
+def _proven(tree: BodyTree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
     """The weights that a value is, shown on small arrays; None if it is anything else.
 
     Raises:
@@ -264,7 +264,7 @@ def _proven(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | N
     return None
 
 
-def _sides(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
+def _sides(tree: BodyTree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
     """Which operand of a product has the keys: weights add up to one along these."""
     (left, right), names = scores.invars, _names(scores)
     if not (isinstance(left, Var) and isinstance(right, Var)) or tree.origin(left) == tree.origin(right):
@@ -300,12 +300,12 @@ def _sides(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | No
 
 
 @dataclass(frozen=True)
-class _Names:
+class _RoleNames:
     sides: tuple[tuple[str, ...], tuple[str, ...]]  # per operand the role of each dim
     sizes: dict[str, int]
 
 
-def _names(scores: JaxprEqn) -> _Names:
+def _names(scores: JaxprEqn) -> _RoleNames:
     """A role for every dim of a product: shared ones `b`, contracted ones `d`, the others `x` and `y`."""
     gone, both = scores.params["dimension_numbers"]
     shapes = [aval_of(atom).shape for atom in scores.invars]
@@ -323,7 +323,7 @@ def _names(scores: JaxprEqn) -> _Names:
         sides.append(tuple(names))
         sizes |= dict(zip(names, shape, strict=True))
     ordered = {role: sizes[role] for role in sorted(sizes)}
-    return _Names((sides[0], sides[1]), ordered)
+    return _RoleNames((sides[0], sides[1]), ordered)
 
 
 def _factors(bare: Weights, added: Sequence[Var], told: Mapping[Var, bool]) -> list[float] | None:

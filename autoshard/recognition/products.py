@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
-from autoshard.recognition.bodies import Body, Tree
+from autoshard.recognition.bodies import BodyTree, NestedBody
 from autoshard.recognition.likeness import Likeness, said_in
 from autoshard.recognition.matching import Weights, aligned, is_ordinary, same
 from autoshard.recognition.probe import Probe
@@ -22,7 +22,7 @@ VALUE = "v0"  # the role of the elements of one value
 class Output:
     """The product of weights and values."""
 
-    body: Body
+    body: NestedBody
     product: JaxprEqn
     value: Var  # by origin
     value_roles: Roles
@@ -42,7 +42,7 @@ class Gradient:
 class Backward:
     """The backward pass of attention: from the output's cotangent to gradients."""
 
-    body: Body
+    body: NestedBody
     cotangent: Var
     cotangent_roles: Roles
     value: Var  # by origin
@@ -61,8 +61,8 @@ class _WeightProduct:
 
 
 def _reads(
-    weights: Weights, readers: Iterable[tuple[Body, JaxprEqn]], origin: Var, roles: Roles, free_role: str
-) -> Iterator[tuple[Body, JaxprEqn, _WeightProduct]]:
+    weights: Weights, readers: Iterable[tuple[NestedBody, JaxprEqn]], origin: Var, roles: Roles, free_role: str
+) -> Iterator[tuple[NestedBody, JaxprEqn, _WeightProduct]]:
     """The products of a value, which has these roles, among what reads it."""
     for body, eqn in readers:
         if eqn.primitive.name != "dot_general" or not is_ordinary(eqn):
@@ -99,7 +99,7 @@ def outputs(weights: Weights) -> Iterator[Output]:
             yield Output(body, eqn, weights.tree.origin(read.other), read.other_roles, roles)
 
 
-def _reads_of_weights(weights: Weights) -> Iterator[tuple[Body, JaxprEqn, _WeightProduct]]:
+def _reads_of_weights(weights: Weights) -> Iterator[tuple[NestedBody, JaxprEqn, _WeightProduct]]:
     readers = weights.tree.readers(weights.made)
     return _reads(weights, readers, weights.made, weights.roles, VALUE)
 
@@ -127,7 +127,7 @@ def backwards(weights: Weights) -> Iterator[Backward]:
                 yield found
 
 
-def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _WeightProduct) -> Backward | None:
+def _backward(weights: Weights, body: NestedBody, of_value: JaxprEqn, read: _WeightProduct) -> Backward | None:
     """The backward pass around a product of weights and a cotangent, which is the gradient of the values."""
     tree = weights.tree
     cotangent = tree.origin(read.other)
@@ -147,7 +147,7 @@ def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _WeightPro
     return None
 
 
-def _readers_in(body: Body, tree: Tree, origin: Var) -> list[tuple[Body, JaxprEqn]]:
+def _readers_in(body: NestedBody, tree: BodyTree, origin: Var) -> list[tuple[NestedBody, JaxprEqn]]:
     return [(home, eqn) for home, eqn in tree.readers(origin) if home is body]
 
 

@@ -18,7 +18,7 @@ from autoshard.errors import SolverError
 from autoshard.jaxprs import CONSTRAINTS
 from autoshard.layout import Layout, MeshShape, shards, spec_text, without_idle_axes
 from autoshard.model.formulation import Formulation
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.search_policy import goal_of, solve_for_plan
 from autoshard.plans.chosen import prediction_of
 from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
@@ -210,7 +210,7 @@ class ArgumentQuestion:
                 said[self.of_reader(reader)] = None
         yield from itertools.islice(said, _READERS)
 
-    def of_reader(self, reader: Reader) -> str:
+    def of_reader(self, reader: ValueReader) -> str:
         group, prices = reader.group, self.formulation.prices
         assert group is not None, "the caller looks"
         want = reader.wants[self.choice[reader.node]]

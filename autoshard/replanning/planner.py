@@ -1,4 +1,4 @@
-"""`Planner`, which a plan keeps: by it the plan is explained, and planned again under another wish."""
+"""`Replanner`, which a plan keeps: by it the plan is explained, and planned again under another wish."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OF_MACHINES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Planner:
+class Replanner:
     """What a plan was made of."""
 
     program: Program
@@ -58,7 +58,7 @@ class Planner:
     is_given: bool = False  # whether the user wrote the plan, or how all arguments lie, so that nothing is proven of it
 
     @classmethod
-    def of(cls, program: Program, options: Options, jit_keywords: Mapping[str, Any], *, is_given: bool) -> Planner:
+    def of(cls, program: Program, options: Options, jit_keywords: Mapping[str, Any], *, is_given: bool) -> Replanner:
         """That of a plan under these options."""
         wished = wished_layouts(program, dict(options.mesh.shape))
         kept = {i: layout for i, layout in wished.items() if i not in program.ordered_arguments}
@@ -167,7 +167,7 @@ class Planner:
         )
         return replace(other, is_given=False).bound(lowered(other.program, asked, other.jit_keywords))
 
-    def under(self, wish: Mapping[str, Any]) -> Planner:
+    def under(self, wish: Mapping[str, Any]) -> Replanner:
         """The same with a wish on top of what was asked for before.
 
         Raises:
@@ -224,7 +224,7 @@ class Planner:
         """The cheapest solution, sought among all choices."""
         return solved(self.program, formulation, self.options)
 
-    def from_last(self, formulation: Formulation, plan: Plan, last: Planner) -> Solution:
+    def from_last(self, formulation: Formulation, plan: Plan, last: Replanner) -> Solution:
         """The cheapest solution found, beginning with the plan's own choice.
 
         Under a wish that only takes choices away nothing is faster than what was proven of the plan. So a solution near

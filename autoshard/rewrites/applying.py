@@ -55,9 +55,9 @@ def sites(closed: ClosedJaxpr, rewrite: Rewrite, devices: int) -> list[Site]:
         closed: the jaxpr of a step.
         devices: of the mesh.
     """
-    found = defaultdict[tuple[Any, ...], list[tuple[int, _Place]]](list)
+    found = defaultdict[tuple[Any, ...], list[tuple[int, _MatchPlace]]](list)
     own = {var: frozenset([i]) for i, var in enumerate(closed.jaxpr.invars)}
-    for number, place in enumerate(_Walk(rewrite, devices).places(closed, 1, list(own.values()))):
+    for number, place in enumerate(_SiteWalk(rewrite, devices).places(closed, 1, list(own.values()))):
         found[rewrite.name, place.match.form, place.match.types, place.turns].append((number, place))
     made = []
     for key, several in found.items():
@@ -72,7 +72,7 @@ def sites(closed: ClosedJaxpr, rewrite: Rewrite, devices: int) -> list[Site]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _MatchPlace:
     """A match in a body of the step."""
 
     turns: int  # how often the body runs per step
@@ -96,9 +96,9 @@ def _origin(graph: Graph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> f
     return origins[atom] if isinstance(atom, Var) else frozenset()
 
 
-def _together(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]:
+def _together(several: Sequence[tuple[int, _MatchPlace]]) -> list[tuple[int, _MatchPlace]]:
     """Those that can be rewritten at once."""
-    bodies = defaultdict[int, list[_Place]](list)
+    bodies = defaultdict[int, list[_MatchPlace]](list)
     for _, place in several:
         bodies[id(place.graph)].append(place)
     kept = {
@@ -111,12 +111,12 @@ def _together(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]
 
 def forms(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> list[Any]:
     """What is rewritten at these places, and where in their bodies they are, whatever the sizes of arrays."""
-    walk = _Walk(rewrite, devices).places(closed, 1, [frozenset[int]()] * len(closed.jaxpr.invars))
+    walk = _SiteWalk(rewrite, devices).places(closed, 1, [frozenset[int]()] * len(closed.jaxpr.invars))
     found = [place for number, place in enumerate(walk) if number in places]
     return [(_index(one), one.match.form, [len(shape) for shape, _ in one.match.types]) for one in found]
 
 
-def _index(place: _Place) -> int:
+def _index(place: _MatchPlace) -> int:
     """The index in its body of the equation that makes the first result."""
     maker = maker_of(place.graph, place.match)
     return next(i for i, eqn in enumerate(place.graph.jaxpr.eqns) if eqn is maker)
@@ -124,17 +124,17 @@ def _index(place: _Place) -> int:
 
 def rewritten(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> ClosedJaxpr:
     """The jaxpr with these places rewritten, from the same arguments to the same results."""
-    return _Walk(rewrite, devices, frozenset(places)).body(closed)
+    return _SiteWalk(rewrite, devices, frozenset(places)).body(closed)
 
 
-class _Walk:
+class _SiteWalk:
     """A walk through the bodies of a step."""
 
     def __init__(self, rewrite: Rewrite, devices: int, wanted: frozenset[int] = frozenset()):
         self.rewrite, self.devices, self.wanted = rewrite, devices, wanted
         self.count = 0
 
-    def places(self, closed: ClosedJaxpr, turns: int, origins: Sequence[frozenset[int]]) -> Iterator[_Place]:
+    def places(self, closed: ClosedJaxpr, turns: int, origins: Sequence[frozenset[int]]) -> Iterator[_MatchPlace]:
         """All places.
 
         Args:
@@ -143,7 +143,7 @@ class _Walk:
         """
         graph = Graph(opened(closed).jaxpr, self.devices)
         known = dict(zip(graph.jaxpr.invars, origins, strict=True))
-        yield from (_Place(turns, graph, match, known) for match in self.rewrite.find(graph))
+        yield from (_MatchPlace(turns, graph, match, known) for match in self.rewrite.find(graph))
         for eqn in graph.jaxpr.eqns:
             given = [_origin(graph, atom, known) for atom in eqn.invars]
             for inner in _bodies_of(eqn):

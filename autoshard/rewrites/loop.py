@@ -16,7 +16,7 @@ from autoshard.rewrites.graph import Graph
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class ScanLoop:
     """A scan whose body closes over no arrays, and hands on no plain numbers."""
 
     eqn: JaxprEqn
@@ -25,7 +25,7 @@ class Loop:
     carries: int
 
     @classmethod
-    def of(cls, eqn: JaxprEqn, devices: int) -> Loop | None:
+    def of(cls, eqn: JaxprEqn, devices: int) -> ScanLoop | None:
         """None if the equation is no such scan, or has effects."""
         if eqn.primitive.name != "scan" or eqn.effects:
             return None

@@ -51,7 +51,7 @@ ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlanningTarget:
     """What a step is planned for."""
 
     mesh_shape: MeshShape
@@ -151,7 +151,7 @@ class CuttableSteps:
 
 def choose_pipeline(
     steps: CuttableSteps,
-    machine: Machine,
+    machine: PlanningTarget,
     *,
     counts: Sequence[int] | None = None,
     schedules: Sequence[tuple[str, int]] = SCHEDULES,
@@ -243,7 +243,7 @@ def _possible(steps: CuttableSteps, counts: Sequence[int]) -> Sequence[int]:
 
 
 def _searched(
-    found: PlannedSpace, steps: CuttableSteps, machine: Machine, settings: SearchSettings, until: float
+    found: PlannedSpace, steps: CuttableSteps, machine: PlanningTarget, settings: SearchSettings, until: float
 ) -> tuple[_Outcome, PlannedSpace, StageSearchResult]:
     """The best choices of a space, planned stage by stage; the space with what was planned for that."""
     settings = replace(settings, until=_part_of_time(until, SEARCH_SHARE))
@@ -314,7 +314,7 @@ def _planned_exactly(
     result: StageSearchResult,
     found: PlannedSpace,
     steps: CuttableSteps,
-    machine: Machine,
+    machine: PlanningTarget,
     excess: _Excess,
     until: float,
     refusal: StageError | None = None,

@@ -46,7 +46,7 @@ class LayerShare:
 
 
 @dataclass
-class _Rows:
+class _Inequalities:
     """Inequalities `sum of coefficients * variables <= bound`, sparse."""
 
     row: list[int] = field(default_factory=list)
@@ -88,7 +88,7 @@ def fractional_bound(
     first_share = len(duration)
     makespan = first_share + len(shares)
     step = makespan + 1
-    rows = _Rows()
+    rows = _Inequalities()
     lag = least_lags(problem, made)
     _add_up_tasks(rows, problem, made, lag, duration, makespan)
     by_stage: list[list[int]] = [[] for _ in range(stages)]
@@ -119,7 +119,7 @@ def fractional_bound(
             limited = {number for number, segment in enumerate(segments) if segment[0] in limit.layers}
             dealt = [(first_share + i, 1.0) for v in here for i in by_stage[v] if shares[i].segment in limited]
             rows.add(dealt, float(limit.most[device]))
-    totals = _Rows()
+    totals = _Inequalities()
     for number, segment in enumerate(segments):
         parts = [(first_share + i, 1.0) for i, share in enumerate(shares) if share.segment == number]
         if not parts:
@@ -130,11 +130,11 @@ def fractional_bound(
     cost = np.zeros(step + 1)
     cost[step] = 1.0
 
-    def matrix(some: _Rows) -> coo_array:
+    def matrix(some: _Inequalities) -> coo_array:
         return coo_array((some.value, (some.row, some.column)), shape=(len(some.bound), step + 1)).tocsr()
 
     below = np.inf if limit is None else limit.seconds
-    orders, bound = _Orders(facts.graph, lag), 0.0
+    orders, bound = _TaskOrders(facts.graph, lag), 0.0
     for _ in range(MOST_PROGRAMS if has_tasks else 1):
         found = linprog(
             cost,
@@ -160,7 +160,7 @@ def fractional_bound(
     return min(bound, float(below))
 
 
-class _Orders:
+class _TaskOrders:
     """The tasks of a schedule in their orders."""
 
     def __init__(self, graph: OperationGraph, lag: Mapping[tuple[str, int, int], float]) -> None:
@@ -208,7 +208,7 @@ class _Orders:
 
 
 def _add_up_tasks(
-    rows: _Rows,
+    rows: _Inequalities,
     problem: ChunkProblem,
     made: Schedule,
     lag: Mapping[tuple[str, int, int], float],

@@ -77,7 +77,7 @@ class SearchMemory:
         }
 
 
-class Kind:
+class PipelineKind:
     """Choices that differ in cuts and sub-meshes alone."""
 
     def __init__(self, schedule: str, chunks: int, microbatches: int, stages: int) -> None:
@@ -109,7 +109,7 @@ class Kind:
         return 0
 
 
-class ChainKind(Kind):
+class ChainPipelines(PipelineKind):
     """One virtual stage per device."""
 
     def __init__(self, chains: Chains, schedule: str, stages: int) -> None:
@@ -126,7 +126,7 @@ class ChainKind(Kind):
         return self._leaves.next(below)
 
 
-class ChunkKind(Kind):
+class ChunkPipelines(PipelineKind):
     """Several virtual stages per device: one choice, and the moves from these."""
 
     def __init__(
@@ -206,7 +206,7 @@ def search_stages(
     found = StageSearchResult(None, math.inf, (), 0)
     memory = SearchMemory() if memory is None else memory
     for some in _useful(space):
-        found = _Search(some, settings or SearchSettings(), memory).result()
+        found = _StageSearch(some, settings or SearchSettings(), memory).result()
         if found.best is not None:
             break
     return found
@@ -227,7 +227,7 @@ def _useful(space: StageSpace) -> list[StageSpace]:
     return [replace(space, schedules=plain), space]
 
 
-class _Search:
+class _StageSearch:
     def __init__(self, space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> None:
         self.space, self.settings, self.memory = space, settings, memory
         self.tasks = 0
@@ -258,7 +258,7 @@ class _Search:
     def _is_late(self) -> bool:
         return time.monotonic() > self.settings.until
 
-    def _look_at_first_choices(self, kinds: Sequence[Kind], share: float) -> None:
+    def _look_at_first_choices(self, kinds: Sequence[PipelineKind], share: float) -> None:
         """Simulates the first choice of each kind, in the order of what they are estimated to take."""
         first: list[tuple[float, int, PipelineChoice]] = []
         least = math.inf
@@ -284,7 +284,7 @@ class _Search:
             if one.seconds < self.incumbent * _NEAR_BEST:
                 self._take(polished(self.space, one, self.simulate, lambda: self._may_go_on(share)))
 
-    def _look_further(self, kinds: Sequence[Kind], share: float) -> None:
+    def _look_further(self, kinds: Sequence[PipelineKind], share: float) -> None:
         """Simulates choices of the kind with the least bound until none can be better, or the tasks are used up."""
         waiting = [kind for kind in kinds if math.isfinite(kind.bound)]
         while waiting and (self.best is None or self._may_go_on(share)):
@@ -299,7 +299,7 @@ class _Search:
             if found is self.best and found is not None:
                 self._take(polished(self.space, found, self.simulate, lambda: self._may_go_on(share)))
 
-    def _tighten(self, kinds: Sequence[Kind]) -> None:
+    def _tighten(self, kinds: Sequence[PipelineKind]) -> None:
         """Raises the least bound for as long as it can be, and is far from the best choice."""
         left, enough = _PROGRAMS * self.settings.most_tasks, self.incumbent * (1 - self.settings.gap_of_programs)
         while left > 0 and kinds and not self._is_late():
@@ -334,7 +334,7 @@ def _best_of_kinds(fitting: list[SimulatedChoice]) -> tuple[SimulatedChoice, ...
     return tuple(found.values())
 
 
-def kinds_of(space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> Iterator[Kind]:
+def kinds_of(space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> Iterator[PipelineKind]:
     """Every kind of pipeline in a space."""
     plain = [name for name, chunks in space.schedules if chunks == 1]
     chunked = [(name, chunks) for name, chunks in space.schedules if chunks > 1]
@@ -357,7 +357,7 @@ def _chain_kinds(
     schedules: list[str],
     stages: int | None,
     most: int,
-) -> Iterator[Kind]:
+) -> Iterator[PipelineKind]:
     known: dict[tuple[bool, bool], Chains] = {}
     # What follows a stage has to come back before its first backward task: so many microbatches may be in flight, and
     # no schedule of these makes do with fewer.
@@ -374,7 +374,7 @@ def _chain_kinds(
                     problem = ChainProblem(space, microbatches, tables, most, in_flight, split, without)
                     known[split, without] = Chains(problem)
             chains = (known[split, without] for without in (False, True) if (split, without) in known)
-            yield ChainKind(max(chains, key=lambda one: one.least(count)), name, count)
+            yield ChainPipelines(max(chains, key=lambda one: one.least(count)), name, count)
 
 
 def _chunk_kinds(
@@ -384,7 +384,7 @@ def _chunk_kinds(
     schedules: list[tuple[str, int]],
     stages: int,
     memory: SearchMemory,
-) -> Iterator[Kind]:
+) -> Iterator[PipelineKind]:
     known: dict[bool, WholeLayers] = {}
     for name, chunks in schedules:
         if stages * chunks > space.layers:
@@ -394,7 +394,7 @@ def _chunk_kinds(
             split = form.has_weight_tasks
             if split not in known:
                 known[split] = WholeLayers.of(space, microbatches, tables, has_weight_tasks=split)
-            yield ChunkKind(ChunkProblem(space, form, microbatches, tables), known[split], name, chunks, memory)
+            yield ChunkPipelines(ChunkProblem(space, form, microbatches, tables), known[split], name, chunks, memory)
 
 
 def families(

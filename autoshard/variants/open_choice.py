@@ -22,7 +22,7 @@ from autoshard.errors import MemoryLimitError, PlanError, SolverError
 from autoshard.lower.on_shards import check_plan
 from autoshard.options import Options
 from autoshard.planning import PlansByProgram, compiled, lowered, plan_of_text, program_of
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, text_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
@@ -45,7 +45,7 @@ class OpenChoice(Generic[Planned]):
     bound: Callable[[Program, Plan], Planned]  # a lowered plan, bound to what it was made of
     before: PlansByProgram  # plans of the step, which those of variants join
     jit_keywords: Mapping[str, Any]  # that count when the step is compiled
-    group: Group | None  # processes that share the mesh: they plan the same variants, whatever their clocks say
+    group: ProcessGroup | None  # processes that share the mesh: they plan the same variants, whatever their clocks say
 
     @property
     def is_one(self) -> bool:

@@ -315,7 +315,7 @@ def test_a_missing_stack_is_caught(monkeypatch):
     def turned(loop, env, *rest, **how):
         reverse = loop.eqn.params["reverse"]
         wrong = loop.eqn.replace(params=loop.eqn.params | {"reverse": not reverse}) if reverse else loop.eqn
-        return right(loops.Loop(wrong, loop.consts, loop.carries, loop.body), env, *rest, **how)
+        return right(loops.NumberedLoop(wrong, loop.consts, loop.carries, loop.body), env, *rest, **how)
 
     found = recomputation(STEPS["plain"])
     monkeypatch.setattr(loops, "_scan", turned)

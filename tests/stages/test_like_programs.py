@@ -135,12 +135,12 @@ def scan_with_dropout():
 
 def walked_and_proven(monkeypatch, step, *, by_object):
     """The bodies of loops that are walked, and the proof of a step whose loops are taken apart."""
-    units, walked, body = step.units(4), [], proof._Walk.body
+    units, walked, body = step.units(4), [], proof._ProofWalk.body
     starts = [boundary.trip for boundary in units.boundaries(units.balanced(4))]
     bounds = dict.fromkeys(step.roles.stacks, (0, *starts, 4))
     whole, part = (taken_apart(one, bounds).closed for one in (step.whole, step.part))
     with monkeypatch.context() as patched:
-        patched.setattr(proof._Walk, "body", lambda *args: walked.append(args[-1]) or body(*args))
+        patched.setattr(proof._ProofWalk, "body", lambda *args: walked.append(args[-1]) or body(*args))
         if not by_object:
             count = itertools.count()
             patched.setattr(proof, "id", lambda _: next(count), raising=False)

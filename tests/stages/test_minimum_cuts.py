@@ -8,7 +8,7 @@ import pytest
 from autoshard.errors import StageError
 from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
 from autoshard.stages.placement.residuals import kept_values
-from autoshard.stages.stacks import Origin
+from autoshard.stages.stacks import EquationOrigin
 from autoshard.stages.units import Unit, Units
 
 
@@ -84,7 +84,7 @@ def test_kept_values_have_the_fewest_bytes_of_all_that_do():
 
 def units(works, crossing):
     made = (
-        Unit(f"u{i}", Origin(i), work, 2 * work, 0, 0, size)
+        Unit(f"u{i}", EquationOrigin(i), work, 2 * work, 0, 0, size)
         for i, (work, size) in enumerate(zip(works, crossing, strict=True))
     )
     return Units(tuple(made))

@@ -11,8 +11,8 @@ from autoshard.errors import ConflictError
 from autoshard.layout import Layout, layouts_of, replicated, spec_of, without_axes, without_idle_axes
 from autoshard.model.equations import stays_whole
 from autoshard.model.pricing.cost_tables import ArgumentOption, gathers_to
-from autoshard.model.pricing.prices import Prices
-from autoshard.model.resharding_memory import Reader, narrow_groups
+from autoshard.model.pricing.prices import PriceList
+from autoshard.model.resharding_memory import ValueReader, narrow_groups
 from autoshard.program import Value
 
 
@@ -20,8 +20,8 @@ from autoshard.program import Value
 class ArgumentHomes:
     """What decides where arguments can lie."""
 
-    prices: Prices
-    readers: Mapping[int, Sequence[Reader]]  # value id -> who reads it
+    prices: PriceList
+    readers: Mapping[int, Sequence[ValueReader]]  # value id -> who reads it
     fixed: Mapping[int, Layout]  # argument index -> the layout that it must have
     open_axes: Mapping[int, frozenset[str]]  # argument index -> mesh axes that may split it further than is fixed
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from autoshard.errors import ArgumentError
 from autoshard.operations.operation import Operation, operation
 from autoshard.ops.attending.implementations import add_implementations
-from autoshard.ops.attending.operands import AttentionOperands, Rows, Variant, gradients_like, saved_of
+from autoshard.ops.attending.operands import AttentionOperands, AttentionVariant, QueryRows, gradients_like, saved_of
 
 
 def attention(
@@ -70,7 +70,7 @@ def attention(
     query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
-    variant = Variant(
+    variant = AttentionVariant(
         bias=() if bias is None else tuple(size > 1 for size in bias.shape),
         mask=() if mask is None else tuple(size > 1 for size in mask.shape),
         has_segments=segments is not None,
@@ -153,7 +153,7 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation:
+def attention_operation(variant: AttentionVariant, lengths: tuple[int, ...]) -> Operation:
     """The operation from queries, keys, values and what a variant has beside to output and softmax statistics.
 
     Args:
@@ -167,7 +167,7 @@ def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation
     @operation(f"{operands} -> {results}", need_replication=whole, name="attention")
     def computed(query: Any, key: Any, value: Any, *others: Any) -> tuple[jax.Array, jax.Array]:
         call = AttentionOperands.of(variant, query, key, value, *others)
-        return Rows.of(call.forward(whole=has_all(call)), query).results
+        return QueryRows.of(call.forward(whole=has_all(call)), query).results
 
     @computed.backward
     def backward(*arrays: Any) -> tuple[jax.Array, ...]:

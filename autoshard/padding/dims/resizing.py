@@ -19,7 +19,7 @@ from jax import lax
 
 from autoshard.operations.operation import Implementation, Operation
 from autoshard.operations.split import CallSplit
-from autoshard.ops.convolving.windows import Share, rows_read
+from autoshard.ops.convolving.windows import PositionShare, rows_read
 from autoshard.propagation.rule import Rule, Shape
 
 OLD, NEW = "old", "new"  # the factors of the dim that is resized
@@ -62,7 +62,7 @@ def resizing(rank: int, dim: int, old: int, new: int) -> Operation:
 
     def cut(split: CallSplit, x: Any) -> jax.Array:
         each = new // split.count("cut")
-        share = Share(each, 0, each, each, (0, 0))
+        share = PositionShare(each, 0, each, each, (0, 0))
         return rows_read(x, dim, share, split.axes("cut"), split.count("cut"), is_split=True)
 
     def traded(split: CallSplit, x: Any, *, other: int) -> jax.Array:

@@ -20,7 +20,7 @@ from autoshard.rewrites.rewrite import Match, register
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ConcatenationReader:
     """An equation that reads something concatenated, and can take it part by part."""
 
     result: Var
@@ -43,7 +43,7 @@ def split_concatenation(graph: Graph) -> Iterator[Match]:
             yield _split(eqn, reader)
 
 
-def _split(eqn: JaxprEqn, reader: _Reader) -> Match:
+def _split(eqn: JaxprEqn, reader: _ConcatenationReader) -> Match:
     places = [0]
     for atom in eqn.invars:
         places.append(places[-1] + aval_of(atom).shape[eqn.params["dimension"]])
@@ -54,7 +54,7 @@ def _split(eqn: JaxprEqn, reader: _Reader) -> Match:
     return Match((reader.result,), (*eqn.invars, reader.other), build, ("split", eqn.params["dimension"]))
 
 
-def _reader(graph: Graph, eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None:
+def _reader(graph: Graph, eqn: JaxprEqn, whole: Var, dim: int) -> _ConcatenationReader | None:
     if eqn.invars.count(whole) > 1:
         return None
     if eqn.outvars[0] in graph.products:
@@ -64,7 +64,7 @@ def _reader(graph: Graph, eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None
     return None
 
 
-def _of_product(product: Product, whole: Var, dim: int) -> _Reader | None:
+def _of_product(product: Product, whole: Var, dim: int) -> _ConcatenationReader | None:
     side = 0 if product.left.atom is whole else 1
     here, other = product.operands[side], product.operands[1 - side]
     label = here.labels[dim]
@@ -84,10 +84,10 @@ def _of_product(product: Product, whole: Var, dim: int) -> _Reader | None:
             return jax.lax.concatenate(made, product.result.index(label))
         return functools.reduce(jax.lax.add, made)
 
-    return _Reader(product.out, other.atom, build)
+    return _ConcatenationReader(product.out, other.atom, build)
 
 
-def _of_convolution(eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None:
+def _of_convolution(eqn: JaxprEqn, whole: Var, dim: int) -> _ConcatenationReader | None:
     """A convolution of what is concatenated in its channels, or in its rows, as its kernel's gradient has channels."""
     numbers = eqn.params["dimension_numbers"]
     if eqn.invars[0] is not whole or dim not in numbers.lhs_spec[:2] or not _is_ungrouped(eqn):
@@ -101,7 +101,7 @@ def _of_convolution(eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None:
             made.append(eqn.primitive.bind(part, own, **eqn.params))
         return functools.reduce(jax.lax.add, made) if is_summed else jax.lax.concatenate(made, numbers.out_spec[0])
 
-    return _Reader(eqn.outvars[0], eqn.invars[1], build)
+    return _ConcatenationReader(eqn.outvars[0], eqn.invars[1], build)
 
 
 def _is_ungrouped(eqn: JaxprEqn) -> bool:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.solver.local_search.forest_moves import Moves
+from autoshard.solver.local_search.forest_moves import ForestState
 from autoshard.solver.problem import Problem
 from autoshard.solver.searches.nearest_allowed import NearestAllowed
 from autoshard.solver.searches.search_run import SearchRun
@@ -27,7 +27,7 @@ PROSPECT_TIMES = 2.5  # as much as a look: one at what neighbours may take
 ENOUGH = 1e-9  # relative: changes of cost and of bytes smaller than this are rounding
 
 
-class Position(Moves):
+class Position(ForestState):
     """A choice with its cost and its bytes over the limit, both kept up to date.
 
     Attributes:

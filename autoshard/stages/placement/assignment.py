@@ -16,12 +16,15 @@ from autoshard.errors import StageError
 from autoshard.jaxprs import Var
 from autoshard.program.user_code import source_of
 from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
-from autoshard.stages.roles import Roles, bytes_of
-from autoshard.stages.stacks import Origin
+from autoshard.stages.roles import PipelineRoles, bytes_of
+from autoshard.stages.stacks import EquationOrigin
 
 
 def stages_of(
-    roles: Roles, origins: Sequence[Origin], boundaries: Sequence[Origin], pinned: Mapping[int, int] | None = None
+    roles: PipelineRoles,
+    origins: Sequence[EquationOrigin],
+    boundaries: Sequence[EquationOrigin],
+    pinned: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
     """Loop equation -> its stage, of those that belong to one: all but free ones and those that only add sums.
 
@@ -59,11 +62,11 @@ def stages_of(
     return found | dict.fromkeys(undecided, len(boundaries))
 
 
-def _comes_before(boundary: Origin, origin: Origin) -> bool:
+def _comes_before(boundary: EquationOrigin, origin: EquationOrigin) -> bool:
     return (boundary.equation, boundary.trip) <= (origin.equation, origin.trip)
 
 
-def homes_of(roles: Roles, stages: Mapping[int, int]) -> dict[Var, int]:
+def homes_of(roles: PipelineRoles, stages: Mapping[int, int]) -> dict[Var, int]:
     """Parameter -> the one stage whose forward equations read it; those that several stages read have none."""
     readers: dict[Var, set[int]] = {}
     for i, stage in stages.items():
@@ -74,7 +77,7 @@ def homes_of(roles: Roles, stages: Mapping[int, int]) -> dict[Var, int]:
 
 
 def _edges(
-    roles: Roles, found: Mapping[int, int], fixed: Mapping[int, int], undecided: set[int], boundary: int
+    roles: PipelineRoles, found: Mapping[int, int], fixed: Mapping[int, int], undecided: set[int], boundary: int
 ) -> dict[tuple[Hashable, Hashable], float]:
     """The graph whose cut says which undecided equations stay after a boundary, with the source."""
     edges: dict[tuple[Hashable, Hashable], float] = {}
@@ -103,7 +106,7 @@ def _edges(
     return edges
 
 
-def _impossible(roles: Roles, fixed: Mapping[int, int], undecided: set[int], boundary: int) -> StageError:
+def _impossible(roles: PipelineRoles, fixed: Mapping[int, int], undecided: set[int], boundary: int) -> StageError:
     """Which backward equations stand in each other's way."""
     early = [i for i in sorted(undecided) if fixed.get(i, boundary) < boundary]
     late = [i for i in sorted(undecided) if fixed.get(i, -1) >= boundary and early and i > early[0]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoshard.cache import find, keep, key_of
 from autoshard.options import Options
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, plan_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
@@ -23,7 +23,7 @@ class PlanSource:
 
     options: Options
     jit_keywords: Mapping[str, Any]
-    group: Group | None  # the processes that share the mesh; None if one has all of it
+    group: ProcessGroup | None  # the processes that share the mesh; None if one has all of it
     given: Plan | None = None  # by the user
 
     def plan(

@@ -22,7 +22,7 @@ from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.replanning.explaining import OTHER_LAYOUTS, ArgumentQuestion
-from autoshard.replanning.planner import Planner, text_of_wish
+from autoshard.replanning.planner import Replanner, text_of_wish
 from autoshard.report.explanation import Explanation, PricedLayout
 from autoshard.report.units import bytes_text
 from autoshard.solver.verify import OPTIMAL_GAP
@@ -66,9 +66,9 @@ class StagesPlanner:
         made = self.under(options)
         return replace(made, wish=Wish(text_of_wish(wish), plan.predicted))
 
-    def _asker(self, options: Options) -> Planner:
+    def _asker(self, options: Options) -> Replanner:
         """Who knows the arguments of the whole step."""
-        return Planner(self.program, options, self.jit_keywords, {}, patterns_of(self.program, options.fixed))
+        return Replanner(self.program, options, self.jit_keywords, {}, patterns_of(self.program, options.fixed))
 
     # Explanations.
 

@@ -25,7 +25,7 @@ from autoshard.pipeline import Schedule, simulate
 from autoshard.pipeline.orders import Task
 from autoshard.processes.group import PATIENCE
 from autoshard.stages.programs import StageProgram
-from autoshard.stages.running.run import Run, State, words
+from autoshard.stages.running.run import State, ThreadedRun, words
 from autoshard.stages.running.transfers import moved, spans_processes, zeros
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def order_of(schedule: Schedule) -> tuple[Task, ...]:
     return tuple(sorted(start, key=lambda task: (start[task], schedule.placement[task.virtual_stage], task)))
 
 
-class OrderedRun(Run):
+class OrderedRun(ThreadedRun):
     """One run of a step in one order of all tasks."""
 
     def __init__(self, runtime: PipelineRuntime, arguments: Sequence[Any], donated: frozenset[int]):
