@@ -21,17 +21,17 @@ from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import (
     ArrayType,
     abstract,
+    current_sharding,
     is_deleted,
     is_typed_on,
-    lying_otherwise,
     not_an_array,
     place,
     place_captured,
-    place_of,
+    replicated_type,
     run_transformed,
     transforms_types,
     type_of,
-    whole_type,
+    unplanned_placements,
     without_type,
 )
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
@@ -139,7 +139,7 @@ class _Call(NamedTuple):
         # Where `jax.jit` was once not allowed to trace, it stays slow. So what lay otherwise than planned has to do so.
         if any(is_deleted(flat.arrays[i]) for i in self.sentinels) or flat.share_arrays:
             return False
-        return all(place_of(flat.arrays[i]) == lies for i, lies in self.otherwise.items())
+        return all(current_sharding(flat.arrays[i]) == lies for i, lies in self.otherwise.items())
 
 
 def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
@@ -252,7 +252,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         untouched = all(map(operator.is_, leaves, placed))
         # A Python callback may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
-        otherwise = lying_otherwise(leaves, compiled.plan) if again else {}
+        otherwise = unplanned_placements(leaves, compiled.plan) if again else {}
         self._last = _Call(signature, compiled, compiled.run, compiled.sentinels, otherwise) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
             result: Result = compiled.result(flat, placed, compiled.run(*placed))
@@ -429,7 +429,9 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._types_before[key] = merged
         if not self._is_ours(context):
             return merged
-        return tuple(whole_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True))
+        return tuple(
+            replicated_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True)
+        )
 
     def _unhashable(self, static: tuple[Any, ...], dynamic: Arguments, error: Exception) -> ArgumentError:
         said = f"static arguments must be hashable, as for jax.jit: {error}"
@@ -446,7 +448,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if is_typed_on(type_, self._options.mesh) and (context.empty or context.axis_types == type_[4].mesh.axis_types):
             return type_
         is_number = isinstance(type_, tuple) and not type_[0]
-        return whole_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
+        return replicated_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
 
     def _is_ours(self, mesh: AbstractMesh) -> bool:
         """Whether it is an explicit mesh of the axes that the step is planned for."""

@@ -26,7 +26,7 @@ from prediction import compiled_row, mib
 from autoshard import plan, topology
 from autoshard.mesh.targets import target_mesh
 from autoshard.operations import CallRun
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.ops import attention
 from autoshard.ops.attending.attention import attention_operation
 from autoshard.ops.attending.operands import AttentionVariant

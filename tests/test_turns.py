@@ -10,7 +10,7 @@ from oracles import mesh_of, slow_chips
 import autoshard
 from autoshard import ArgumentError
 from autoshard.program import trace
-from autoshard.program.turns import UNKNOWN_TURNS
+from autoshard.program.trip_counts import UNKNOWN_TURNS
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 

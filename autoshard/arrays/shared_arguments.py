@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autoshard.arrays.subtrees import ArgumentPart, Leaf, argument_leaves, best_of, common_end, named_leaves, parts_like
+from autoshard.arrays.subtrees import (
+    ArgumentPart,
+    Leaf,
+    argument_leaves,
+    best_of,
+    common_suffix_length,
+    named_leaves,
+    parts_like,
+)
 from autoshard.errors import ArgumentError, ConflictError
 from autoshard.layout import Layout, spec_text
 from autoshard.plans.plan import PlacedArray, PlanData
@@ -92,10 +100,10 @@ class _SharedArgumentSearch:
         """
         if is_array:
             parts = [part for part in parts if _is_namesake(prefix, part.keys)]
-        most = max((common_end(prefix, part.keys) for part in parts), default=0)
+        most = max((common_suffix_length(prefix, part.keys) for part in parts), default=0)
         parts = best_of(
             parts,
-            lambda part: common_end(prefix, part.keys) == most,
+            lambda part: common_suffix_length(prefix, part.keys) == most,
             lambda part: part.keys == prefix,
             lambda part: part.is_argument,
             lambda part: part.is_all,
@@ -109,9 +117,9 @@ class _SharedArgumentSearch:
         for first, second in zip(one.leaves, other.leaves, strict=True):
             lie = [spec_text(self.placed[i].layout) if self.placed else str(i) for i in (first, second)]
             if lie[0] != lie[1]:
-                said = f", which lie as {lie[0]} and {lie[1]}" if self.placed else ""
+                layouts = f", which lie as {lie[0]} and {lie[1]}" if self.placed else ""
                 raise ConflictError(
-                    f"{name} of {self.here} may be {one.name} or {other.name} of {self.other}{said}.\n"
+                    f"{name} of {self.here} may be {one.name} or {other.name} of {self.other}{layouts}.\n"
                     f"Call the parameter as it is called there ({one.keys[-1]}), so that its name tells."
                 )
 
@@ -131,4 +139,4 @@ class _SharedArgumentSearch:
 
 def _is_namesake(some: Sequence[str], others: Sequence[str]) -> bool:
     """Whether one path ends as the other is: ``params/w`` and ``state/params/w``."""
-    return common_end(some, others) == min(len(some), len(others)) > 0
+    return common_suffix_length(some, others) == min(len(some), len(others)) > 0

@@ -124,7 +124,7 @@ def best_of(parts: Iterable[ArgumentPart], *ranks: Callable[[ArgumentPart], bool
     return found
 
 
-def common_end(some: Sequence[str], others: Sequence[str]) -> int:
+def common_suffix_length(some: Sequence[str], others: Sequence[str]) -> int:
     """How many keys two paths share from the inside out."""
     pairs = zip(reversed(some), reversed(others), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

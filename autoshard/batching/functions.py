@@ -72,13 +72,13 @@ class ArrayFunction:
         for var in self.numbers:
             places[var] = len(places)
         types = [str(aval_of(var)) for var in places]
-        said = []
+        shapes = []
         for eqn in self.equations:
             operands = tuple(_literal(atom) if isinstance(atom, Literal) else places[atom] for atom in eqn.invars)
-            said.append((eqn.primitive.name, operands, _text(eqn.params)))
+            shapes.append((eqn.primitive.name, operands, _text(eqn.params)))
             for var in eqn.outvars:
                 places[var] = len(places)
-        return tuple(types), tuple(said), tuple(places[var] for var in self.results)
+        return tuple(types), tuple(shapes), tuple(places[var] for var in self.results)
 
     @cached_property
     def elements(self) -> int:
@@ -213,15 +213,15 @@ def is_costly(eqn: JaxprEqn) -> bool:
     return any(is_costly(one) for closed in inner for one in closed.jaxpr.eqns)
 
 
-def may_have_some(jaxpr: Jaxpr, known: dict[int, bool] | None = None) -> bool:
+def may_have_costly_functions(jaxpr: Jaxpr, known: dict[int, bool] | None = None) -> bool:
     """Whether a jaxpr may have such functions: it factorises a matrix, or multiplies an array with itself."""
     known = {} if known is None else known
     if id(jaxpr) not in known:
-        known[id(jaxpr)] = _may_have_some(jaxpr, known)
+        known[id(jaxpr)] = _may_have_costly_functions(jaxpr, known)
     return known[id(jaxpr)]
 
 
-def _may_have_some(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
+def _may_have_costly_functions(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
     viewed: dict[Any, Any] = {}  # an array -> the one that it is a view of
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -235,7 +235,7 @@ def _may_have_some(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
             viewed[eqn.outvars[0]] = viewed.get(eqn.invars[0], eqn.invars[0])
         called = called_jaxpr(eqn) if eqn.primitive.name not in HIDDEN_BODIES else None
         inner = [called] if called is not None else inner_jaxprs(eqn)
-        if any(may_have_some(closed.jaxpr, known) for closed in inner):
+        if any(may_have_costly_functions(closed.jaxpr, known) for closed in inner):
             return True
     return False
 

@@ -47,19 +47,21 @@ class InnerRow:
 
     def text(self) -> str:
         """As code: ``(3,): Inner("dot_general", makes={0: [P("data")]}),  # train.py:41``."""
-        said = [literal(self.primitive)] if self.primitive else []
+        arguments = [literal(self.primitive)] if self.primitive else []
         if self.reads:
-            said.append(_dict("reads", {i: f"({flag}, {_specs(chain)})" for i, (flag, chain) in self.reads.items()}))
+            arguments.append(
+                _dict("reads", {i: f"({flag}, {_specs(chain)})" for i, (flag, chain) in self.reads.items()})
+            )
         if self.makes:
-            said.append(_dict("makes", {i: _specs(chain) for i, chain in self.makes.items()}))
+            arguments.append(_dict("makes", {i: _specs(chain) for i, chain in self.makes.items()}))
         if self.copies:
-            said.append(_dict("copies", {i: _specs(chain) for i, chain in self.copies.items()}))
+            arguments.append(_dict("copies", {i: _specs(chain) for i, chain in self.copies.items()}))
         if self.lies:
             pairs = {i: f"({spec_text(home)}, {copy and spec_text(copy)})" for i, (home, copy) in self.lies.items()}
-            said.append(_dict("lies", pairs))
+            arguments.append(_dict("lies", pairs))
         if self.on_shards:
-            said.append(f"on_shards={self.on_shards}")
-        return f"{literal(self.path)}: Inner({', '.join(said)}),{f'  # {self.line}' if self.line else ''}"
+            arguments.append(f"on_shards={self.on_shards}")
+        return f"{literal(self.path)}: Inner({', '.join(arguments)}),{f'  # {self.line}' if self.line else ''}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class InnerLayouts:
     rows: tuple[InnerRow, ...]
     merged: Mapping[tuple, int]
     left_to_xla: tuple[str, ...]  # operations that the plan runs on shards, and the table does not
-    departure: str = ""  # why the operations of the step are written out; "": JAX makes them of the step
+    reason_written_out: str = ""  # why the operations of the step are written out; "": JAX makes them of the step
     operations: str = ""  # their code
     modules: frozenset[str] = frozenset()  # that this code takes names from
     static: Mapping[str | int, str] = field(default_factory=dict)  # arguments that this code was made with, as texts
@@ -91,7 +93,7 @@ class InnerLayouts:
         )
 
 
-def departure(program: Program) -> str:
+def reason_written_out(program: Program) -> str:
     """Why the jaxpr that was planned is not the one that JAX makes of the step; "" where it is."""
     if program.microbatches > 1:
         return "the step runs in microbatches"
@@ -108,9 +110,9 @@ def departure(program: Program) -> str:
     return ""
 
 
-def why_none(program: Program) -> str:
+def reason_without_table(program: Program) -> str:
     """Why a program has no table; "" where it may have one."""
-    if None in program.constant_places or (program.captured and departure(program)):
+    if None in program.constant_places or (program.captured and reason_written_out(program)):
         return "calls inside the step close over large arrays; pass them as arguments"
     if program.changes is not None and not program.changes.keeps_graphs:
         return "the step adds variables to its nnx modules, or takes some away"
@@ -132,7 +134,7 @@ def inner_layouts(program: Program, plan: PlanData, types_all: bool = False) -> 
     """
     table = _Table(program, plan)
     rows = [row for row in table.rows() if row.says_something]
-    why = departure(program)
+    why = reason_written_out(program)
     written, modules = operations_code(program.jaxpr, plan.mesh.shape) if why else ("", frozenset[str]())
     left = tuple(dict.fromkeys(table.left))
     static = {name: text_of_value(value) for name, value in program.static.items()} if why else {}
@@ -179,10 +181,10 @@ class _Table:
 
     def rows(self) -> Iterator[InnerRow]:
         for i, (value, placed) in enumerate(zip(self.program.own_arguments, self.plan.arguments, strict=True)):
-            said = self.made([value])
+            constraints = self.made([value])
             if self.has_modules and placed.layout:
-                said["makes"] = {0: (placed.layout,)}
-            yield InnerRow(("argument", i), "", value.name, **said)
+                constraints["makes"] = {0: (placed.layout,)}
+            yield InnerRow(("argument", i), "", value.name, **constraints)
         large = self.program.arguments[len(self.program.own_arguments) :]
         for place, value in zip(self.program.constant_places, large, strict=True):
             home = self.home(value)
@@ -207,7 +209,9 @@ class _Table:
             self.left.append(f"a stencil at {line}")
             made = self.made(equation.outputs)
             place = {0: equation.params["output"]}
-            moved: dict[str, Any] = {kind: {place[i]: one for i, one in said.items()} for kind, said in made.items()}
+            moved: dict[str, Any] = {
+                kind: {place[i]: one for i, one in by_place.items()} for kind, by_place in made.items()
+            }
             return InnerRow(equation.path, "", line, **moved)
         if UNPADDED in equation.params or WRAPS in equation.params:  # as the code has it, the array is padded
             self.left.append(f"a convolution over a padded array at {line}")
@@ -233,9 +237,11 @@ class _Table:
 
     def made(self, values: Sequence[Value]) -> dict[str, Any]:
         makes, copies, lies = {}, {}, {}
-        said = self.annotations
+        annotations = self.annotations
         for i, value in enumerate(values):
-            home, summed, copy = (kind.get(value.id) for kind in (said.homes, said.sums, said.copies))
+            home, summed, copy = (
+                kind.get(value.id) for kind in (annotations.homes, annotations.sums, annotations.copies)
+            )
             if chain := ((summed,) if summed else ()) + self.chain(summed, self.pins.get(value.id)):
                 makes[i] = chain
             if copy is not None:

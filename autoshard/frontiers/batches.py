@@ -183,9 +183,9 @@ class _BatchRows:
     def refusal(self, program: Program, rows: int, error: Exception) -> ArgumentError:
         """The error that the step cannot be traced with so many rows."""
         shapes = [f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in map(self.leaves.__getitem__, self.dims)]
-        said = str(error).splitlines()
+        lines = str(error).splitlines()
         return ArgumentError(
-            f"{program.name}: with {rows} rows of the batch it cannot be traced: {said[0] if said else error!r}\n"
+            f"{program.name}: with {rows} rows of the batch it cannot be traced: {lines[0] if lines else error!r}\n"
             f"Its batch is taken to be {', '.join(shapes)}: what no result replaces. Return the new state where the "
             "step takes the state, and donate it (donate_argnums=0); and write the step for any number of rows."
         )

@@ -28,10 +28,12 @@ from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.user_plan import Plan
 
-_ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
-_FURTHER = 5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
-_LESS = 0.8  # of the peak of the smallest plan known: the limit under which a smaller one is looked for
-_CLOSE_PEAKS = 1.02  # ratio of peaks of two neighbours between which no third is looked for
+_END_SEARCHES = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
+_EXTRA_SEARCHES = (
+    5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
+)
+_SMALLER_PEAK_SHARE = 0.8  # of the peak of the smallest plan known: the limit under which a smaller one is looked for
+_CLOSE_PEAK_RATIO = 1.02  # ratio of peaks of two neighbours between which no third is looked for
 
 
 def frontier(
@@ -73,7 +75,7 @@ def frontier(
     if not is_whole_number(points) or points < 2:
         raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
     step = FrontierVariants.of(fn, args, kwargs or {}, mesh, topology, options)
-    searches = points + _FURTHER
+    searches = points + _EXTRA_SEARCHES
     limit = step.options.time_limit
     step = step.timed(time.monotonic() + limit, limit / searches)
     search = _FrontierSearch(step)
@@ -111,11 +113,11 @@ class _FrontierSearch:
         least = self.step.least_memory()
         if least is not None and least < self.step.ample_memory and not self.is_late:
             self.solve(least)
-        done = _ENDS
+        done = _END_SEARCHES
         while done < searches - points:
             if self.is_late:
                 return
-            if not self.solve(_LESS * self.front()[-1].peak / self.step.usable):
+            if not self.solve(_SMALLER_PEAK_SHARE * self.front()[-1].peak / self.step.usable):
                 break
             done += 1  # what was said to be the least is what some lean choices hold
         self.has_smallest = True
@@ -131,7 +133,7 @@ class _FrontierSearch:
     def gaps(self) -> list[tuple[int, int]]:
         """Peaks of neighbouring plans between which there may be others."""
         pairs = itertools.pairwise(point.peak for point in self.front())
-        return [gap for gap in pairs if gap not in self.closed and gap[0] > _CLOSE_PEAKS * gap[1]]
+        return [gap for gap in pairs if gap not in self.closed and gap[0] > _CLOSE_PEAK_RATIO * gap[1]]
 
     def left_out(self, points: int) -> str:
         """What the time limit has kept from being sought; "" if it has not."""

@@ -15,7 +15,7 @@ from autoshard.api import autoshard
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.pricing.late import formulating_ends
+from autoshard.model.pricing.formulation_deadline import formulating_ends
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, comparison_of, described, formulated, lowered, solved
 from autoshard.program import Program

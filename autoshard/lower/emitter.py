@@ -47,9 +47,9 @@ from autoshard.lower.on_shards import EquationSplit, may_run_on_shards, on_shard
 from autoshard.lower.sharded_array import ShardedArray, handed_through, unfolded
 from autoshard.lower.xla_faults import safely_split
 from autoshard.mesh.resharding import stops
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
-from autoshard.operations.running import Call
-from autoshard.operations.split import WHOLE
+from autoshard.operations.split import UNSPLIT_RUN
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program, Value
 from autoshard.program.explicit import open_axes, type_sharding
@@ -268,7 +268,9 @@ class Emitter:
         run_it = functools.partial(run_whole, equation)
         layout = homes[0] if homes else None
         if equation is not None and equation.primitive == OPERATION:
-            chosen = self.annotations.runs.get(equation.index, WHOLE)  # by hand as well: there may be a kernel in it
+            chosen = self.annotations.runs.get(
+                equation.index, UNSPLIT_RUN
+            )  # by hand as well: there may be a kernel in it
             return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         if None in homes or equation is None:
             return safely_split(run_it, eqn, arrays, layout)

@@ -47,9 +47,9 @@ from autoshard.model.equations import (
     sums_locally,
 )
 from autoshard.model.xla.scatters import scatter_stages
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.reduce_scatter import reduce_scatter, scattered_product, scatters_second
-from autoshard.operations.running import Call
 from autoshard.operations.split import CallRun
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.primitives import facts_of
@@ -180,8 +180,8 @@ def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> N
         PlanError: a layout does not fit its value; or an equation that runs on shards, or whose sum is scattered, is
             not split as its layouts say.
     """
-    said = (layouts.items() for layouts in (annotations.homes, annotations.copies, annotations.sums))
-    for value, layout in itertools.chain(*said):
+    layouts_of_values = (layouts.items() for layouts in (annotations.homes, annotations.copies, annotations.sums))
+    for value, layout in itertools.chain(*layouts_of_values):
         _check_layout(layout, program.values[value] if 0 <= value < len(program.values) else None, mesh)
     for (index, operand), layout in annotations.wants.items():
         inputs = program.equations[index].inputs if 0 <= index < len(program.equations) else ()

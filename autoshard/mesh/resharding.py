@@ -32,7 +32,7 @@ from typing import overload
 
 from autoshard.layout import Layout, MeshShape, shards
 from autoshard.mesh.collectives import seconds
-from autoshard.mesh.tilings import Members, Talk, Tiling, members_of, prime_of, split_or_merge, swaps, tiling_of
+from autoshard.mesh.tilings import DeviceSets, Members, Tiling, members_of, prime_of, split_or_merge, swaps, tiling_of
 from autoshard.mesh.topology import Topology
 
 
@@ -220,7 +220,7 @@ class _Group:
                 return steps
         return self.gather(source, [1] * len(source.tiles))
 
-    def step(self, kind: str, talk: Talk, tiles: int) -> _Collective:
+    def step(self, kind: str, talk: DeviceSets, tiles: int) -> _Collective:
         """A collective among `talk`."""
         return kind, self.members.axes(talk), tiles * self.tiles
 

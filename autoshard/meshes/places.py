@@ -153,9 +153,9 @@ def axes_in(fixed: Any, tactics: Any = ()) -> list[str]:
     >>> axes_in({"up": P("x", ("y", "z")), "down": P(None, "x")})
     ['x', 'y', 'z']
     """
-    told = tactics if isinstance(tactics, list | tuple) else [tactics]
+    listed = tactics if isinstance(tactics, list | tuple) else [tactics]
     specs = [spec for spec in fixed.values() if isinstance(spec, PartitionSpec)] if isinstance(fixed, Mapping) else []
     entries = [entry for spec in specs for entry in spec]
     named = [axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))]
-    named += [axis for tactic in told for axis in getattr(tactic, "axes", ())]
+    named += [axis for tactic in listed for axis in getattr(tactic, "axes", ())]
     return list(dict.fromkeys(axis for axis in named if isinstance(axis, str)))

@@ -95,7 +95,7 @@ def _multiplies(eqn: JaxprEqn) -> Iterable[bool]:
                 yield from (any(_multiplies(each)) for each in inner.eqns)
 
 
-def paired(whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> list[tuple[JaxprEqn, JaxprEqn]]:
+def paired_equations(whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> list[tuple[JaxprEqn, JaxprEqn]]:
     pairs = list(zip(whole, part, strict=False))
     for eqn, small in pairs:
         if eqn.primitive is not small.primitive or len(eqn.invars) != len(small.invars):

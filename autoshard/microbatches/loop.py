@@ -26,8 +26,8 @@ from autoshard.jaxprs import (
     evaluated,
     with_live_equations,
 )
+from autoshard.microbatches.inline_calls import opened
 from autoshard.microbatches.microbatch import Microbatch
-from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import Proof, proof
 from autoshard.microbatches.relations import OWN, BatchRows, Invariant, PartialResult
 from autoshard.microbatches.rows import Microbatches, MicrobatchPlace, stacked, unstacked

@@ -35,7 +35,7 @@ from autoshard.microbatches.conflicts import (
     Conflict,
     NeedsAhead,
     is_of_batch_alone,
-    paired,
+    paired_equations,
     refusal,
     sums_behind,
 )
@@ -178,7 +178,7 @@ class _ProofWalk:
         read = {atom for eqn in equations_of(whole.jaxpr) for atom in eqn.invars if isinstance(atom, Var)}
         whole_equations = equations_of(whole.jaxpr)
         self.makers |= {var: eqn for eqn in whole_equations for var in eqn.outvars}
-        pairs = paired(whole_equations, equations_of(part.jaxpr))
+        pairs = paired_equations(whole_equations, equations_of(part.jaxpr))
         for i, (eqn, small) in enumerate(pairs):
             relations = [_read(env, atom) for atom in eqn.invars]
             if Invariant.OWN in relations:
@@ -269,7 +269,7 @@ class _ProofWalk:
             if aval_of(var).shape != aval_of(other).shape:
                 raise Conflict(whole.jaxpr.eqns[0], "reads a constant of the batch's size inside a loop or call")
             env[var] = Invariant.BEFORE
-        for i, (eqn, small) in enumerate(paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
+        for i, (eqn, small) in enumerate(paired_equations(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
             found = self.equation(eqn, small, [_read(env, atom) for atom in eqn.invars], (*path, i))
             env.update(zip(eqn.outvars, found, strict=True))
         return [_read(env, atom) for atom in whole.jaxpr.outvars]

@@ -59,7 +59,7 @@ from autoshard.model.pricing.cost_tables import (
     without_copies_apart,
     without_growth,
 )
-from autoshard.model.pricing.late import once_in_time
+from autoshard.model.pricing.formulation_deadline import once_in_time
 from autoshard.model.pricing.price_lists import PriceLists
 from autoshard.model.pricing.prices import PriceList
 from autoshard.model.regions.shared_work import shared_work
@@ -183,8 +183,8 @@ class _Formulator:
             if value is not self.program.arguments[argument]:
                 assert isinstance(value, Value), "a number takes no argument's place"
                 self.readers[value.id].append(ValueReader(argument, self._homes_of(homes[argument])))
-        said = [f"fixed= wants {spec_of(self.fixed[i])}" if i in self.fixed else "" for i in range(len(homes))]
-        arguments = zip(self.program.arguments, map(self._homes_of, homes), said, strict=True)
+        reasons = [f"fixed= wants {spec_of(self.fixed[i])}" if i in self.fixed else "" for i in range(len(homes))]
+        arguments = zip(self.program.arguments, map(self._homes_of, homes), reasons, strict=True)
         check_host_memory(arguments, zip(self.groups, self.priced, strict=True), self.readers)
         self._add_arguments(homes)
         self._add_groups()
@@ -227,10 +227,10 @@ class _Formulator:
             self.names.append(value.name)
             kepts = options[index]
             narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
-            told = value.id in self.prices.weights, value.id in self.prices.ahead
+            traits = value.id in self.prices.weights, value.id in self.prices.ahead
             moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
             rounded = value.id in self.prices.rounded
-            what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
+            what = value.shape, value.on_host, *traits, rounded, *moving, self.prices.turns.get(value.id)
             # a size in memory, if it arrives anew every step
             stored = None if index in staying else self.prices.widths.stored(value)
             copies = self.copied.get(value.id, (0, 0.0))

@@ -14,8 +14,8 @@ from autoshard.decorated import Parameters, PlannedStep, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import as_function
 from autoshard.lower import JittedStep, Lowering
+from autoshard.one_jit.equal_stages import uniform_stages
 from autoshard.one_jit.plan import OneJitPlan, OneJitPlanner, StagesOnMesh, of_data
-from autoshard.one_jit.uniform import uniform_stages
 from autoshard.one_jit.whole_step import WholeStep
 from autoshard.options import Options
 from autoshard.planning import bound_plan

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.jaxprs import as_function
 from autoshard.lower.emitter import Emitter
-from autoshard.one_jit.uniform import Port, UniformStages
+from autoshard.one_jit.equal_stages import Port, UniformStages
 from autoshard.stages.programs import Key, StageProgram
 from autoshard.user_plan import Plan
 

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autoshard.one_jit.equal_stages import UniformStages, are_alike
 from autoshard.one_jit.lockstep import Family, Lockstep, LoopInputs, Place, annotated_program
-from autoshard.one_jit.uniform import UniformStages, are_alike
 from autoshard.stages.programs import Key, StageProgram
 from autoshard.user_plan import Plan
 

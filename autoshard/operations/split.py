@@ -35,7 +35,7 @@ class CallRun:
         return f"{self.name or 'shards'} ({'; '.join(roles)})"
 
 
-WHOLE = CallRun("", ())  # on every device, with whole arrays
+UNSPLIT_RUN = CallRun("", ())  # on every device, with whole arrays
 
 
 @dataclass(frozen=True)

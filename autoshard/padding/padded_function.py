@@ -139,10 +139,10 @@ def _takes_no_other_batch(program: Program, batch: PaddedBatch, error: Exception
     """The error that the step cannot be traced with as many rows as it would get."""
     names = [program.arguments[i].name for i in sorted(batch.arrays)]
     more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
-    said = str(error).splitlines()
+    lines = str(error).splitlines()
     return ArgumentError(
         f"pad='batch': {program.name} takes a batch of {batch.rows} rows, but not one of {batch.padded}: "
-        f"{said[0] if said else repr(error)}\nIts batch is taken to be {', '.join(names[:3])}{more}: what no result "
+        f"{lines[0] if lines else repr(error)}\nIts batch is taken to be {', '.join(names[:3])}{more}: what no result "
         "replaces. Write the step for any number of rows, pad the batch yourself, or leave pad= out."
     )
 

@@ -37,7 +37,7 @@ from autoshard.model.groups import Group
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.strategies import Strategy
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.limited_overlap import with_limited_overlap
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Value

@@ -308,12 +308,12 @@ def prediction_from_json(node: Node, axes: MeshShape) -> Prediction:
     node.only(kinds)
     for name in (one.name for one in fields(Prediction) if one.default is MISSING and node.get(one.name) is None):
         raise node.wrong(f"a prediction with {name}")
-    said: dict[str, Any] = {
+    fields_read: dict[str, Any] = {
         name: (Node.count if kinds[name] == "int" else Node.number)(one)
         for name, one in node.entries()
         if name != "collectives"
     }
-    return Prediction(**said, collectives=node["collectives"].items(lambda one: _collective(one, axes)))
+    return Prediction(**fields_read, collectives=node["collectives"].items(lambda one: _collective(one, axes)))
 
 
 def _collective(node: Node, axes: MeshShape) -> Collective:

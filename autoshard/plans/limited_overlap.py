@@ -19,9 +19,9 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.pricing.late import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulatingLate
 from autoshard.model.search_policy import CLOSE_GAP
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.prediction import Prediction
 from autoshard.solver.exact.two_costs import TwoCosts
 from autoshard.solver.problem import Problem, Solution

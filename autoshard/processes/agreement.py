@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autoshard.cache import key_of, said_by, versions
+from autoshard.cache import key_of, options_of_a_key, versions
 from autoshard.errors import ProcessError
 from autoshard.jaxprs import Jaxpr, inner_jaxprs
 from autoshard.options import Options
@@ -44,7 +44,7 @@ class Claims:
 
     step: str  # its name
     key: str  # of its plan, equal where the leader's plan can be used
-    said: Mapping[str, str]  # what else is compared, in the order in which differences are told; short texts
+    compared: Mapping[str, str]  # what else is compared, in the order in which differences are told; short texts
     arguments: tuple[str, ...]  # "state/w float32[8, 8]"
     operations: tuple[tuple[str, str], ...]  # (what it computes, the user's line) per equation
 
@@ -64,7 +64,7 @@ class Claims:
         mesh = options.mesh
         devices = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else []
         operations = tuple((_computes(equation), str(equation.source)) for equation in program.equations)
-        said = {
+        compared = {
             "versions": " ".join(versions()),
             "mesh": f"{dict(mesh.shape)} of devices {_short(devices)}",
             "arguments": _digest([str(value) for value in program.arguments]),
@@ -89,7 +89,7 @@ class Claims:
             "plan": "found by the search" if given is None else f"given, {digest_of(given)}",
         }
         key = key_of(program, rules, without_search(options))
-        return cls(program.name, key, said, tuple(map(str, program.arguments)), operations)
+        return cls(program.name, key, compared, tuple(map(str, program.arguments)), operations)
 
     def dumps(self) -> str:
         """As JSON."""
@@ -104,11 +104,11 @@ class Claims:
 
     def difference(self, leaders: Claims, here: int, leader: int) -> str:
         """What differs from the leader's claims, in words; empty if nothing does."""
-        differs = [name for name, one in self.said.items() if leaders.said.get(name) != one]
+        differs = [name for name, one in self.compared.items() if leaders.compared.get(name) != one]
         if self.step == leaders.step and self.key == leaders.key and not differs:
             return ""
         what = next(iter(differs), "what the plan depends on")
-        ours, theirs = self.said.get(what, self.key[:16]), leaders.said.get(what, leaders.key[:16])
+        ours, theirs = self.compared.get(what, self.key[:16]), leaders.compared.get(what, leaders.key[:16])
         if self.step != leaders.step:
             what, ours, theirs = "step", self.step, leaders.step
         elif what == "arguments":
@@ -206,8 +206,10 @@ def mesh_of_all(
         AutoshardError: no mesh will do on the leader; the error is the leader's.
         ProcessError: the leader chooses for other options, has failed in another way, or has ended.
     """
-    said = [(*said_by(without_search(one)), one.microbatches, one.remat) for one in candidates]
-    key, place = _digest([step, fingerprint, repr(said)]), f"choosing/{_digest([step, fingerprint])}"
+    options_of_candidates = [
+        (*options_of_a_key(without_search(one)), one.microbatches, one.remat) for one in candidates
+    ]
+    key, place = _digest([step, fingerprint, repr(options_of_candidates)]), f"choosing/{_digest([step, fingerprint])}"
     since = time.monotonic()
 
     def watch() -> None:
@@ -216,7 +218,7 @@ def mesh_of_all(
         if running is not None and not group.has_said(f"mesh/{key}"):
             raise ProcessError(
                 f"{step} is not the same on all processes of the mesh. They differ in mesh:\n  process {group.leader}: "
-                f"{Claims.loads(running).said['mesh']}\n  process {group.here}: mesh='auto'\n"
+                f"{Claims.loads(running).compared['mesh']}\n  process {group.here}: mesh='auto'\n"
                 "Give every process the same mesh."
             )
         leaders = group.peek(place)
@@ -240,7 +242,7 @@ def check_alike(group: ProcessGroup, claims: Claims, plan: Plan) -> None:
     Raises:
         ProcessError: a process is about to run something else, has failed or ended, or has not come.
     """
-    claims = replace(claims, said={**claims.said, "layouts": digest_of(plan)})
+    claims = replace(claims, compared={**claims.compared, "layouts": digest_of(plan)})
     if group.leads:
         group.post(_offer(group), claims.dumps())
         answer = ""
@@ -278,9 +280,9 @@ def _offer(group: ProcessGroup) -> str:
 
 
 def _refuse(claims: Claims, leaders: Claims, group: ProcessGroup) -> None:
-    if claims.key != leaders.key or claims.said["plan"] != leaders.said["plan"]:
-        known = {name: leaders.said[name] for name in claims.said}  # the leader, about to run, says more
-        raise ProcessError(claims.difference(replace(leaders, said=known), group.here, group.leader))
+    if claims.key != leaders.key or claims.compared["plan"] != leaders.compared["plan"]:
+        known = {name: leaders.compared[name] for name in claims.compared}  # the leader, about to run, says more
+        raise ProcessError(claims.difference(replace(leaders, compared=known), group.here, group.leader))
 
 
 def without_search(options: Options) -> Options:

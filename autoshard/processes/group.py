@@ -167,14 +167,14 @@ class ProcessGroup:
                     raise
                 self.post(key, json.dumps({"text": self._said[key]}))
             return self._said[key]
-        said = None
+        posted = None
         while True:
-            said = self.read(key, self.leader, watch, after=said)
-            message = json.loads(said)
+            posted = self.read(key, self.leader, watch, after=posted)
+            message = json.loads(posted)
             if "text" in message:
                 return str(message["text"])
-            if "error" in message and said not in self._raised:  # else the leader may try again
-                self._raised.add(said)
+            if "error" in message and posted not in self._raised:  # else the leader may try again
+                self._raised.add(posted)
                 raise _raised_by_leader(message)
 
     def has_said(self, key: str) -> bool:

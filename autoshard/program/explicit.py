@@ -155,8 +155,8 @@ def _says(eqn: JaxprEqn | None, order: NamedSharding) -> bool:
     """Whether the equation is a constraint that says as much."""
     if eqn is None or eqn.primitive.name not in CONSTRAINTS:
         return False
-    said = _entries(eqn.params["sharding"].spec, len(order.spec))
-    pairs = ((_axes(ours), _axes(theirs), ours) for ours, theirs in zip(order.spec, said, strict=True))
+    entries = _entries(eqn.params["sharding"].spec, len(order.spec))
+    pairs = ((_axes(ours), _axes(theirs), ours) for ours, theirs in zip(order.spec, entries, strict=True))
     return all(ours is _UNCONSTRAINED or wanted == found[: len(wanted)] for wanted, found, ours in pairs)
 
 
@@ -339,18 +339,18 @@ class _Rewriter:
         """What a constraint says, on Auto axes: of the axes that are Explicit, what the type says."""
         (result,) = eqn.outvars
         aval: Any = result.aval
-        said = self.ordered(eqn) if eqn.primitive.name == "reshard" else eqn.params["sharding"]
-        memory_kind = said.memory_kind if said is not None else None
-        if said is None or not self.obey:
+        sharding = self.ordered(eqn) if eqn.primitive.name == "reshard" else eqn.params["sharding"]
+        memory_kind = sharding.memory_kind if sharding is not None else None
+        if sharding is None or not self.obey:
             memory_kind = memory_kind or (HOST if on_host(result.aval) else "device")
-            mesh = said.mesh if said is not None else _auto(eqn.params["dst_sharding"].mesh)
+            mesh = sharding.mesh if sharding is not None else _auto(eqn.params["dst_sharding"].mesh)
             return NamedSharding(_auto(mesh), PartitionSpec(*[_UNCONSTRAINED] * aval.ndim), memory_kind=memory_kind)
         typed = type_sharding(aval)
         if eqn.primitive.name == "reshard" or typed is None:
-            return said
-        both = (_entries(one.spec, aval.ndim) for one in (typed, said))
+            return sharding
+        both = (_entries(one.spec, aval.ndim) for one in (typed, sharding))
         entries = itertools.starmap(_joined, zip(*both, strict=True))
-        return NamedSharding(_auto(said.mesh), PartitionSpec(*entries), memory_kind=memory_kind)
+        return NamedSharding(_auto(sharding.mesh), PartitionSpec(*entries), memory_kind=memory_kind)
 
     def context_mesh(self, mesh: AbstractMesh) -> AbstractMesh:
         return _untyped_mesh(mesh) if is_explicit(mesh) else mesh

@@ -42,7 +42,7 @@ from autoshard.jaxprs import ClosedJaxpr
 from autoshard.layout import Layout
 from autoshard.program.explicit import ExplicitTypes, open_axes
 from autoshard.program.trees import Tree
-from autoshard.program.turns import LoopLength
+from autoshard.program.trip_counts import LoopLength
 from autoshard.program.user_code import Source
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, Places, carried_results, parameter_names, printable, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
-from autoshard.program.turns import PASSES_COUNTERS, UNKNOWN_TURNS, LoopLength, bounds, said_turns
+from autoshard.program.trip_counts import PASSES_COUNTERS, UNKNOWN_TURNS, LoopLength, bounds, requested_turns
 from autoshard.program.user_code import Source, source_of
 
 # Primitives that open into other equations, and those that are to be computed as often as they occur.
@@ -228,7 +228,7 @@ class JaxprReader:
         """
         found = bounds(eqn, [self.number(x) for x in inputs])
         known = [turns for turns in found if turns is not None]
-        if (said := said_turns(at.source, self.trips)) is not None and (None in found or len(found) > 1):
+        if (said := requested_turns(at.source, self.trips)) is not None and (None in found or len(found) > 1):
             length = LoopLength(at.source, said, "said")
         elif known and len(known) == len(found):
             length = LoopLength(at.source, max(1, min(known)), "exact" if len(found) == 1 else "guessed")

@@ -16,14 +16,14 @@ from autoshard.program.captured import CapturedArray, identity_of, with_captured
 from autoshard.program.closures import names_in_closure
 from autoshard.program.explicit import ExplicitTypes, on_auto_axes, types_of
 from autoshard.program.flattening import module_arguments, returned_modules
+from autoshard.program.flax_shardings import wishes_of
 from autoshard.program.paths import Places, carried_results, slashed
 from autoshard.program.program import Program
 from autoshard.program.reader import JaxprReader, kind_of
 from autoshard.program.signature import Arguments, ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
-from autoshard.program.turns import check_places
+from autoshard.program.trip_counts import check_places
 from autoshard.program.user_code import named_change_outside
-from autoshard.program.wishes import wishes_of
 
 if TYPE_CHECKING:
     from autoshard.program.modules import ModuleArguments, ModuleChanges

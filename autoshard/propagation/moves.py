@@ -23,7 +23,7 @@ class MoveStep:
     operands: tuple[int, ...]  # other steps, or `~i` for the i-th source
     inputs: tuple[int, ...]  # which operands of its equation these are
     moves: Any = 0  # first rows of a slice, (before, after) of a pad, dim of a concatenation, window of an update
-    said: str = ""  # what a pointwise step computes
+    function: str = ""  # what a pointwise step computes
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class PropagationGraph:
         return self._held.get(id_, id_)
 
     def _apply_annotations(self, program: Program, rules: Sequence[Rule]) -> None:
-        said: dict[int, list[StartingLayout]] = defaultdict(list)  # id -> what constraints say of it
+        constrained: dict[int, list[StartingLayout]] = defaultdict(list)  # id -> what constraints say of it
         annotated = []
         for equation, rule in zip(program.equations, rules, strict=True):
             if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
@@ -198,7 +198,7 @@ class PropagationGraph:
             if rule.given:
                 for value, dims in zip(equation.inputs, rule.operands, strict=True):
                     if isinstance(value, Value) and dims:
-                        said[self.seen_as(value)].append(_given(dims, rule, equation))
+                        constrained[self.seen_as(value)].append(_given(dims, rule, equation))
                 annotated.append((equation, rule))
         for equation, rule in annotated:
             for value, dims in zip(equation.outputs, rule.results, strict=True):
@@ -208,16 +208,16 @@ class PropagationGraph:
                 if not isinstance(value, Value) or not dims:
                     continue
                 id_, wanted = self.seen_as(value), _given(dims, rule, equation)
-                if id_ in self.given or wanted.open or any(other != wanted for other in said[id_]):
+                if id_ in self.given or wanted.open or any(other != wanted for other in constrained[id_]):
                     continue
                 hands_over = id_ in program.makers and program.makers[id_].primitive in _HANDS_OVER
                 if hands_over and equation.primitive in CONSTRAINTS:
                     self._held[id_] = equation.outputs[0].id
                 else:
                     self.given[self._laid_as(id_)] = wanted
-        self._find_chains(program, said)
+        self._find_chains(program, constrained)
 
-    def _find_chains(self, program: Program, said: Mapping[int, Sequence[StartingLayout]]) -> None:
+    def _find_chains(self, program: Program, constrained: Mapping[int, Sequence[StartingLayout]]) -> None:
         constraints = [equation for equation in program.equations if equation.primitive in CONSTRAINTS]
         by_result: dict[int | None, Equation] = {equation.outputs[0].id: equation for equation in constraints}
         readers = program.reads + Counter(x.id for x in program.results if isinstance(x, Value))
@@ -228,7 +228,7 @@ class PropagationGraph:
             start = first.inputs[0]
             if first is last or not isinstance(start, Value) or start.id in by_result:
                 continue
-            if not said.get(last.outputs[0].id) and len(said[self.seen_as(start)]) == 1:
+            if not constrained.get(last.outputs[0].id) and len(constrained[self.seen_as(start)]) == 1:
                 self._chained[self.seen_as(start)] = last
 
     def _find_constants(self, program: Program) -> None:

@@ -183,11 +183,11 @@ def _stencil(end: StencilPart, made: Value, find: _Find) -> Equation | None:
             known = inside.part.dims if inside else tuple(range(len(part.operands[0].shape)))
             reads = (known, ())[: len(part.operands)]
         refs = tuple(ref(x, part, one or ()) for x, one in zip(part.operands, reads, strict=True))
-        said = ""
+        function = ""
         if part.kind == "pointwise":
             params = ", ".join(f"{name}={value}" for name, value in sorted(part.equation.params.items()))
-            said = f"{part.equation.primitive}({params if ' at 0x' not in params else ''})"
-        steps.append(MoveStep(part.kind, part.shape, refs, part.inputs, part.moves, said))
+            function = f"{part.equation.primitive}({params if ' at 0x' not in params else ''})"
+        steps.append(MoveStep(part.kind, part.shape, refs, part.inputs, part.moves, function))
         return len(steps) - 1
 
     add(end)

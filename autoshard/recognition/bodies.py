@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, JaxprEqn, Literal, Var, called_jaxpr, scan_counts
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.recognition.equations import Equations
 
 Atom = Var | Literal

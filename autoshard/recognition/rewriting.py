@@ -13,22 +13,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autoshard.batching.boundary import made_or_none
+from autoshard.batching.boundary import result_or_none
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Var, aval_of, inner_jaxprs
 from autoshard.operations import Operation
 from autoshard.ops.attending.attention import attention_operation
 from autoshard.ops.attending.operands import AttentionVariant
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
-from autoshard.recognition.arranging import Groups, arranged, combined, put_back
+from autoshard.recognition.attention_weights import Weights, all_weights
 from autoshard.recognition.bodies import BodyTree, NestedBody, values_needed
+from autoshard.recognition.dim_order import Groups, arranged, combined, put_back
 from autoshard.recognition.editing import Editor
 from autoshard.recognition.equations import NotAvailable
 from autoshard.recognition.experts import with_experts
-from autoshard.recognition.likeness import type_of
-from autoshard.recognition.matching import Weights, all_weights
 from autoshard.recognition.products import VALUE, Backward, Output, backwards, outputs
 from autoshard.recognition.small_arrays import UnknownEquation
+from autoshard.recognition.structural_equality import type_of
 
 MEMORY_SHARE = 1 / 8  # of all devices' memory that the logits of one attention take, in float32
 _DEPARTURE = "attention or experts in the step were recognised, and are operations of autoshard"
@@ -54,8 +54,8 @@ def with_operations(traced: TracedStep, devices: int, memory: float) -> TracedSt
 
 def _with_both(closed: ClosedJaxpr, devices: int, least: float) -> ClosedJaxpr:
     """The jaxpr itself if there is nothing in it."""
-    closed = made_or_none("recognition of attention", lambda: recognized(closed, least)) or closed
-    return made_or_none("recognition of experts", lambda: with_experts(closed, devices)) or closed
+    closed = result_or_none("recognition of attention", lambda: recognized(closed, least)) or closed
+    return result_or_none("recognition of experts", lambda: with_experts(closed, devices)) or closed
 
 
 def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:

@@ -26,7 +26,7 @@ from autoshard.jaxprs import (
     is_kernel,
     scan_counts,
 )
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 
 Atom = Var | Literal
 

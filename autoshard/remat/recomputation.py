@@ -22,7 +22,10 @@ from autoshard.remat.scope import SIZES, Block, Scope
 from autoshard.report.units import bytes_text
 
 LEAST_STEP = 0.04  # of the bytes between the first and the last level: two levels are at least so far apart
-EXPOSED = (0.1, 1.0)  # shares of transfers to hosts that choices are made by, as they run beside enough compute or not
+EXPOSED_TRANSFER_SHARES = (
+    0.1,
+    1.0,
+)  # shares of transfers to hosts that choices are made by, as they run beside enough compute or not
 _NAMED_VALUES = 6  # kept values that a remark names
 PASSES = 2  # over memory that a kept value takes: it is written, and read; what is computed again in less is not kept
 
@@ -96,7 +99,7 @@ class Recomputation:
         """
         if not self.levels_on_devices or self.topology.host_bandwidth is None:
             return ()
-        found = [level for size in SIZES for share in EXPOSED for level in self.levels_of(size, share)]
+        found = [level for size in SIZES for share in EXPOSED_TRANSFER_SHARES for level in self.levels_of(size, share)]
         ordered = _best([*self.levels_on_devices, *found])
         least = LEAST_STEP * (ordered[0].held - ordered[-1].held)
         apart = list[RematLevel]()  # the leanest first

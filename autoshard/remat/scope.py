@@ -15,7 +15,7 @@ from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut
 from autoshard.remat.loops import LoopPair
 from autoshard.remat.numbering import Atom, NumberedBody, Numbering, needed, variables
-from autoshard.remat.straight import StraightBlock, StraightPasses
+from autoshard.remat.straight_line import StraightBlock, StraightPasses
 
 Block = LoopPair | StraightBlock
 

@@ -93,34 +93,34 @@ class Replanner:
             argument=(*plan.arguments, *plan.captured)[argument],
             chosen=question.chosen,
             others=others,
-            reasons=(*self.said_of(argument, value.name), *question.reasons(others)),
+            reasons=(*self.reasons_of_user(argument, value.name), *question.reasons(others)),
             axes=tuple(plan.mesh.shape),
             count=len(found),
         )
 
-    def said_of(self, argument: int, name: str) -> list[str]:
+    def reasons_of_user(self, argument: int, name: str) -> list[str]:
         """What the user says of where an argument lies."""
-        said = []
+        reasons = []
         if argument in self.patterns:
-            said.append(f"The user says so: fixed[{self.patterns[argument]!r}]. The other layouts are without it.")
+            reasons.append(f"The user says so: fixed[{self.patterns[argument]!r}]. The other layouts are without it.")
         elif argument in self.program.wishes and argument in self.fixed:
-            said.append("The metadata of flax says so; ignore_constraints=True frees it. The others are without it.")
+            reasons.append("The metadata of flax says so; ignore_constraints=True frees it. The others are without it.")
         elif argument in self.fixed and self.options.like is not None:
-            said.append(
+            reasons.append(
                 f"like= says so: it lies as in the plan of {self.options.like.name}. The others are without it."
             )
         elif argument in self.fixed:
-            said.append("The user says so: in_shardings. The other layouts are without it.")
+            reasons.append("The user says so: in_shardings. The other layouts are without it.")
         if self.options.tactics:
             named = ", ".join(map(text_of_tactic, self.options.tactics))
-            said.append(f"The plan is within tactics: {named}. So are the other layouts.")
-        said += [one.remark for one in self.program.rewritten if argument in one.arguments]
+            reasons.append(f"The plan is within tactics: {named}. So are the other layouts.")
+        reasons += [one.remark for one in self.program.rewritten if argument in one.arguments]
         if argument in self.program.ordered_arguments:
-            said.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
+            reasons.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
         if argument in self.program.carried:
             result = self.program.result_names[self.program.carried[argument]]
-            said.append(f"It is carried: {result or 'the result that takes its place'} lies alike in every step.")
-        return said
+            reasons.append(f"It is carried: {result or 'the result that takes its place'} lies alike in every step.")
+        return reasons
 
     def arguments_at(self, path: str) -> list[int]:
         """The arguments that a path, the end of one, or a glob fits; those with the fewest keys first.
@@ -289,8 +289,8 @@ def _check_axes(program: Program, fixed: Mapping[int, Layout], mesh: MeshShape) 
 
 def text_of_wish(wish: Mapping[str, Any]) -> str:
     """A wish as it is written."""
-    said = {name: one for name, one in wish.items() if one is not None}
-    return ", ".join(f"{name}={_option_text(one)}" for name, one in said.items()) or "the same again"
+    asked = {name: one for name, one in wish.items() if one is not None}
+    return ", ".join(f"{name}={_option_text(one)}" for name, one in asked.items()) or "the same again"
 
 
 def _option_text(option: Any) -> str:

@@ -29,7 +29,7 @@ from autoshard.report.section import (
 )
 from autoshard.report.text import text_of
 
-_NONE = "(none)"  # of what one plan has and the other has not
+_NOT_IN_PLAN = "(none)"  # of what one plan has and the other has not
 
 # What one plan or prediction runs: kind, mesh axes, line -> [bytes, runs]
 _Tally = Mapping[tuple[str, tuple[str, ...], str], Sequence[int]]
@@ -107,7 +107,7 @@ class Difference:
             results=_moved(_own_results(plan), _own_results(other)),
             collectives=collective_changes(plan.predicted, other.predicted),
             choices={
-                what: (plan.choices.get(what, _NONE), other.choices.get(what, _NONE))
+                what: (plan.choices.get(what, _NOT_IN_PLAN), other.choices.get(what, _NOT_IN_PLAN))
                 for what in {**plan.choices, **other.choices}
                 if plan.choices.get(what) != other.choices.get(what)
             },
@@ -199,7 +199,7 @@ def _chosen(choices: Mapping[str, tuple[str, str]]) -> Section:
 
 def _changed(title: str, changes: Sequence[LayoutChange]) -> Section:
     def spec(layout: Layout | None) -> Spec | str:
-        return _NONE if layout is None else Spec(layout)
+        return _NOT_IN_PLAN if layout is None else Spec(layout)
 
     rows = tuple((one.name, ArrayCount(one.count), one.type, spec(one.here), spec(one.there)) for one in changes)
     columns = Column(""), Column("whole array"), Column("this plan"), Column("the other")

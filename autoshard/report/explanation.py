@@ -70,9 +70,9 @@ def explanation_sections(explanation: Explanation) -> list[Section]:
             " that fit)",
         )
     )
-    said = argument.name, *also, ", ", argument.type, ", lies as ", Spec(argument.layout), ": "
+    title = argument.name, *also, ", ", argument.type, ", lies as ", Spec(argument.layout), ": "
     return [
-        Section(lines=((*said, Bytes(argument.local_bytes), " on each device"),)),
+        Section(lines=((*title, Bytes(argument.local_bytes), " on each device"),)),
         _layouts(explanation),
         Section(("Why",), lines=tuple(("- ", reason) for reason in explanation.reasons)),
     ]

@@ -15,7 +15,7 @@ import jax
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, aval_of
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.primitives import facts_of
 from autoshard.program.program import RewrittenPlaces
 from autoshard.program.user_code import source_of
@@ -43,7 +43,7 @@ class Site:
     arguments: frozenset[int]  # of the step that are read there, through casts and views
 
     @property
-    def said(self) -> RewrittenPlaces:
+    def rewritten_places(self) -> RewrittenPlaces:
         """What the program says of it, once it is rewritten."""
         return RewrittenPlaces(self.rewrite.name, self.rewrite.law, self.places, self.lines, self.arguments)
 

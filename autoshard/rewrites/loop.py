@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Var, draws_otherwise_in_vmap, evaluated, inner_jaxprs, scan_counts
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.remat.numbering import needed, variables
 from autoshard.rewrites.graph import Graph
 

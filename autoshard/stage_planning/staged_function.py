@@ -133,8 +133,8 @@ def _check_fixed(plan: PipelinePlan, program: Program, fixed: Mapping[str, Parti
 class StagedFunction(PlannedFunction[Parameters, Result]):
     """A function that runs in as many stages as the user asks for."""
 
-    def __init__(self, fn: Any, **said: Any) -> None:
-        super().__init__(fn, **said)
+    def __init__(self, fn: Any, **keywords: Any) -> None:
+        super().__init__(fn, **keywords)
         self._plans: dict[int, Plan] = {}  # of pipelines, by their ids
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

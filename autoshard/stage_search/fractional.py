@@ -29,7 +29,7 @@ from autoshard.stage_search.tables import StageTable, is_within_memory
 from autoshard.stage_search.whole_layers import Ending, LayerLimit, least_per_layer
 
 MOST_PROGRAMS = 40  # one after the other, each with more paths
-NEAR = 1e-3  # by which share of it the makespan may be missed
+MAKESPAN_TOLERANCE = 1e-3  # by which share of it the makespan may be missed
 _PROGRAM_ERROR = 1e-6  # by which share the solver may be wrong
 
 
@@ -153,7 +153,7 @@ def fractional_bound(
         if bound >= below or not has_tasks:
             break
         seconds, paths = orders.last_paths({key: float(found.x[column]) for key, column in duration.items()})
-        if seconds <= float(found.x[makespan]) * (1.0 + NEAR):
+        if seconds <= float(found.x[makespan]) * (1.0 + MAKESPAN_TOLERANCE):
             break
         for path, travel in paths:
             rows.add([*((duration[key], float(count)) for key, count in path.items()), (makespan, -1.0)], -travel)

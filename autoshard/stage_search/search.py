@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.chunks import ChunkProblem, balanced, mean_bound
-from autoshard.stage_search.fitting import within_memory
-from autoshard.stage_search.polishing import polished
-from autoshard.stage_search.room import RoomForLayers
+from autoshard.stage_search.fit_memory import within_memory
+from autoshard.stage_search.layer_capacity import RoomForLayers
+from autoshard.stage_search.local_moves import polished
 from autoshard.stage_search.simulating import (
     estimated_seconds,
     in_flight_of,
@@ -33,10 +33,12 @@ from autoshard.stage_search.tables import StageSpace, StageTable
 from autoshard.stage_search.tightening import KindBound
 from autoshard.stage_search.whole_layers import WholeLayers
 
-_APART = 0.01  # of the work: gradients of weights that take less are as good as none
-_PROGRAMS = 0.03  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
+_NEGLIGIBLE_WEIGHT_SHARE = 0.01  # of the work: gradients of weights that take less are as good as none
+_PROGRAM_TASK_SHARE = 0.03  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
 _LARGEST_PROGRAM = 6_000  # tasks: what programs take grows faster than they do
-_NEAR_BEST = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
+_PROMISING_FACTOR = (
+    1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
+)
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def _useful(space: StageSpace) -> list[StageSpace]:
     work = max(float(np.max(table.work, where=np.isfinite(table.work), initial=0.0)) for table in tables)
     forms = {one: schedule_form(one[0], 2, one[1]) for one in space.schedules}
     plain = [one for one, form in forms.items() if form is None or not form.has_weight_tasks]
-    if apart > _APART * work or not plain or len(plain) == len(forms):
+    if apart > _NEGLIGIBLE_WEIGHT_SHARE * work or not plain or len(plain) == len(forms):
         return [space]
     return [replace(space, schedules=plain), space]
 
@@ -263,7 +265,11 @@ class _StageSearch:
         first: list[tuple[float, int, PipelineChoice]] = []
         least = math.inf
         for kind in sorted(kinds, key=lambda kind: kind.estimate):
-            if kind.estimate >= least * _NEAR_BEST or not math.isfinite(kind.estimate) or (first and self._is_late()):
+            if (
+                kind.estimate >= least * _PROMISING_FACTOR
+                or not math.isfinite(kind.estimate)
+                or (first and self._is_late())
+            ):
                 break
             stages = kind.next(math.inf)
             if stages is not None:
@@ -271,7 +277,7 @@ class _StageSearch:
                 first.append((estimated_seconds(self.space, choice), len(first), choice))
                 least = min(least, first[-1][0])
         for estimate, _, choice in sorted(first, key=lambda one: one[:2]):
-            if estimate >= self.incumbent * _NEAR_BEST or (self.best is not None and not self._may_go_on(share)):
+            if estimate >= self.incumbent * _PROMISING_FACTOR or (self.best is not None and not self._may_go_on(share)):
                 return
             self._take(self.simulate(choice))
 
@@ -281,7 +287,7 @@ class _StageSearch:
             (one for one in self.seen.values() if one is not None and one.fits), key=lambda one: one.seconds
         )
         for one in _best_of_kinds(fitting)[: self.settings.polished]:
-            if one.seconds < self.incumbent * _NEAR_BEST:
+            if one.seconds < self.incumbent * _PROMISING_FACTOR:
                 self._take(polished(self.space, one, self.simulate, lambda: self._may_go_on(share)))
 
     def _look_further(self, kinds: Sequence[PipelineKind], share: float) -> None:
@@ -301,7 +307,10 @@ class _StageSearch:
 
     def _tighten(self, kinds: Sequence[PipelineKind]) -> None:
         """Raises the least bound for as long as it can be, and is far from the best choice."""
-        left, enough = _PROGRAMS * self.settings.most_tasks, self.incumbent * (1 - self.settings.gap_of_programs)
+        left, enough = (
+            _PROGRAM_TASK_SHARE * self.settings.most_tasks,
+            self.incumbent * (1 - self.settings.gap_of_programs),
+        )
         while left > 0 and kinds and not self._is_late():
             kind = min(kinds, key=lambda one: one.bound)
             taken = kind.tighten(left, enough) if kind.bound < enough else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autoshard.stage_search.chunks import ChunkProblem
 from autoshard.stage_search.fractional import fractional_bound
-from autoshard.stage_search.room import RoomForLayers
+from autoshard.stage_search.layer_capacity import RoomForLayers
 from autoshard.stage_search.simulating import ScheduleFacts
 from autoshard.stage_search.whole_layers import LAST_LAYERS, Ending, LayerLimit, WholeLayers, endings
 

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, evaluated, is_array
-from autoshard.microbatches.forms import Form, StepForms, VariableNumbers
+from autoshard.microbatches.canonical_forms import Form, StepForms, VariableNumbers
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.relations import BatchRows, Invariant, PartialResult
 from autoshard.microbatches.rows import MicrobatchPlace, taken
-from autoshard.stages.placement.after import AfterLoop
+from autoshard.stages.placement.after_loop import AfterLoop
 from autoshard.stages.programs import MICROBATCH, Key, StageProgram
 from autoshard.stages.roles import PipelineRoles, variables
 

@@ -12,15 +12,15 @@ import jax
 from autoshard.errors import StageError
 from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array, scan_counts, with_live_equations
 from autoshard.microbatches.batch import traced_in_part
+from autoshard.microbatches.inline_calls import opened
 from autoshard.microbatches.loop import MicrobatchedStep
-from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import Proof, proof
 from autoshard.microbatches.relations import BatchRows, Invariant
 from autoshard.microbatches.rows import Microbatches
 from autoshard.microbatches.statistics import in_pieces
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.building import Builder, VariableKeys
-from autoshard.stages.placement.after import AfterLoop, after_loop
+from autoshard.stages.placement.after_loop import AfterLoop, after_loop
 from autoshard.stages.placement.assignment import stages_of
 from autoshard.stages.placement.recomputing import ApartStep, CutChoice
 from autoshard.stages.placement.residuals import kept_values

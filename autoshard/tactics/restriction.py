@@ -27,9 +27,9 @@ from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
-from autoshard.tactics.asking import TacticLike, TacticRequests, ask, text_of_tactic
 from autoshard.tactics.exceptions import exceptions, places_of
 from autoshard.tactics.parts import PartRoles
+from autoshard.tactics.requests import TacticLike, TacticRequests, ask, text_of_tactic
 from autoshard.tactics.roles import Dim, GroupRole, Roles, StateRole
 from autoshard.tactics.rules import Payload, Storage
 from autoshard.tactics.schemes import Tactic
@@ -53,10 +53,10 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         MeshError: a tactic names an axis that the mesh does not have.
     """
     roles = Roles(formulation)
-    return within(formulation, roles, requests(tactics, roles, mesh), tactics)
+    return within(formulation, roles, tactic_requests(tactics, roles, mesh), tactics)
 
 
-def requests(tactics: Sequence[TacticLike], roles: Roles, mesh: Mapping[str, int]) -> TacticRequests:
+def tactic_requests(tactics: Sequence[TacticLike], roles: Roles, mesh: Mapping[str, int]) -> TacticRequests:
     """What tactics ask for; raises as `restricted` does."""
     asked = TacticRequests()
     for tactic in tactics:
@@ -146,7 +146,7 @@ class _Restriction:
 
     def __init__(self, formulation: Formulation, roles: Roles | PartRoles, asked: TacticRequests):
         self.roles, self.asked, self.formulation = roles, asked, formulation
-        self.rules = {axis: asked.rule(axis) for axis in asked.said if axis in self.formulation.mesh}
+        self.rules = {axis: asked.rule(axis) for axis in asked.requests if axis in self.formulation.mesh}
         self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
         self.has_sequence = any(kind & Dim.SEQUENCE for kind in roles.dims.values())
         self.tables: dict[tuple[Any, ...], np.ndarray] = {}
@@ -234,10 +234,10 @@ class _Restriction:
         value = self.formulation.program.arguments[argument]
         if argument not in self.asked.layouts:
             return options
-        layout, said_by = self.asked.layouts[argument]
+        layout, requested_by = self.asked.layouts[argument]
         kept = [o for o in options if homes[o] == layout]
         if not kept:
-            raise ConflictError(f"{said_by} wants {value} to be {spec_of(layout)}; {_left_by(options, homes)}")
+            raise ConflictError(f"{requested_by} wants {value} to be {spec_of(layout)}; {_left_by(options, homes)}")
         return kept
 
     def _wanted_dims(self, argument: int, axis: str) -> set[int] | None:

@@ -41,8 +41,13 @@ from autoshard.together.joint_problem import JointProblem, Shared, homes_of, joi
 from autoshard.user_plan import Plan
 
 _JOINT_ROUNDS = 4  # of solving the joint problem, each with other mixtures
-_GAP_LEFT = 1e-6  # relative: a total that is so close to its bound is left alone
-_TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the joint problem, which does not count what reshardings hold
+_SMALL_TOTAL_GAP = 1e-6  # relative: a total that is so close to its bound is left alone
+_JOINT_LIMIT_SHARES = (
+    1.0,
+    0.9,
+    0.8,
+    0.7,
+)  # shares of the limit for the joint problem, which does not count what reshardings hold
 _OPTIONS = (
     "memory",
     "topology",
@@ -194,7 +199,7 @@ class _LayoutSearch:
         return plans
 
     def is_close(self, total: float) -> bool:
-        return total <= self.bound * (1 + _GAP_LEFT)
+        return total <= self.bound * (1 + _SMALL_TOTAL_GAP)
 
     def places(self, program: int) -> dict[int, int]:
         """Index in `shared` -> the program's argument."""
@@ -238,7 +243,7 @@ class _LayoutSearch:
         usable = formulations[0].prices.backend.usable
         limit = self.steps[0].options.memory * usable
         found: list[_Candidate] = []
-        for tighter in _TIGHTER:
+        for tighter in _JOINT_LIMIT_SHARES:
             shares = _CostShares(formulations)
             for _ in range(_JOINT_ROUNDS):
                 joint = joint_problem(formulations, shares.problems(), self.weights, self.shared, limit * tighter)
@@ -262,8 +267,10 @@ class _LayoutSearch:
             return self.solved_here(joint)
         self.solved_before += 1
         of = [(step.name, step.program.fingerprint, step.options.memory) for step in self.steps]
-        said = repr((of, self.weights, self.shared, self.solved_before, sorted(self.steps[0].options.fixed.items())))
-        key = f"joint/{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+        identity = repr(
+            (of, self.weights, self.shared, self.solved_before, sorted(self.steps[0].options.fixed.items()))
+        )
+        key = f"joint/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
         def text() -> str:
             found = self.solved_here(joint)

@@ -28,7 +28,7 @@ from autoshard.model.pricing.prices import PriceList
 from autoshard.model.xla.backends import V5E, backend_of
 from autoshard.options import options_of
 from autoshard.planning import cheapest, formulated, lowered
-from autoshard.plans.making import make_plan
+from autoshard.plans.make_plan import make_plan
 from autoshard.program import Value, trace
 from autoshard.propagation import rules_for
 from autoshard.user_plan import Plan

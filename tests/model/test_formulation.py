@@ -19,7 +19,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.pricing.prices import PriceList
 from autoshard.model.resharding_memory import Resharding
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import solve
 from autoshard.solver.exact.exhaustive import exhaustive

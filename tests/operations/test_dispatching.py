@@ -14,7 +14,7 @@ from oracles import mesh_of, slow_chips, tally
 
 from autoshard import Link, autoshard
 from autoshard.operations import CallRun
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.ops.dispatching.exchange import capacity_of
 from autoshard.propagation.registry import rule_of
 

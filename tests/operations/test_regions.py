@@ -24,7 +24,7 @@ from autoshard.model.formulating import formulate
 from autoshard.model.grouping import groups_of
 from autoshard.model.regions.pricing import RegionPrices
 from autoshard.model.regions.strategies import is_call
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.operations.split import CallRun
 from autoshard.options import options_of
 from autoshard.propagation import registry

@@ -46,7 +46,9 @@ class ArgumentHomes:
         # a home that elementwise readers like is among the options
         apart = tuple(fixed is None and reader.computes_on_shards for reader in readers)
         # what a constraint says has to be reached, however
-        said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
+        is_constrained = tuple(
+            bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True)
+        )
         fewer = narrow_groups(readers, value, self.prices.widths)
         narrow = tuple(bool(fewer) and reader.group in fewer for reader in readers)
 
@@ -55,7 +57,7 @@ class ArgumentHomes:
             smaller = set(itertools.chain(*itertools.compress(wants, narrow)))
             wanted = dict.fromkeys(itertools.chain(*itertools.compress(wants, map(operator.not_, apart))))
             elementwise = list(itertools.compress(wants, apart))
-            reached = set(itertools.chain(*itertools.compress(wants, said)))
+            reached = set(itertools.chain(*itertools.compress(wants, is_constrained)))
             found = []
             for home in homes if fixed is None else [fixed]:
                 found.append(ArgumentOption(home, home))
@@ -72,5 +74,5 @@ class ArgumentHomes:
                         found += [ArgumentOption(home, copy, True) for copy in read if copy != home and copy in smaller]
             return tuple(found)
 
-        what = value.shape, value.on_host, fixed, said, apart, narrow, tuple(homes)
+        what = value.shape, value.on_host, fixed, is_constrained, apart, narrow, tuple(homes)
         return self.prices.memo.once(options, *(reader.wants for reader in readers), of=what)

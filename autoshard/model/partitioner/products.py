@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.layout import MeshShape, axes_of, shards
-from autoshard.model.partitioner.placed import PlacedEquation, SettledSplit, Split
+from autoshard.model.partitioner.placed_equation import PlacedEquation, SettledSplit, Split
 
 BATCH, CONTRACTED, LEFT, RIGHT = "batch", "contracted", "left", "right"
 

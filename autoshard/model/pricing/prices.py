@@ -19,12 +19,12 @@ from autoshard.mesh.resharding import ReshardingStep, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
+from autoshard.model.pricing.group_strategies import GroupStrategies
 from autoshard.model.pricing.host_moves import moved_bytes
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps, differ, places_among
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
-from autoshard.model.pricing.ways import WaysToSplit
 from autoshard.model.regions.pricing import REGIONS, Region, RegionPrices
 from autoshard.model.strategies import Finish, Strategy
 from autoshard.model.xla.backends import CPU, Backend
@@ -123,7 +123,7 @@ class PriceList:
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
-        self.ways = WaysToSplit(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
+        self.ways = GroupStrategies(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo, matrices or {})
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}

@@ -24,8 +24,8 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.scatters import scatters_alone
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
-from autoshard.operations.running import Call
 from autoshard.operations.split import CallRun
 from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Program, Value
@@ -127,8 +127,8 @@ class RegionPrices:
         """Equal for equations that run the same on shards; empty for what is no region."""
         params = equation.params
         if equation.primitive == OPERATION:
-            said = params["static"], params["batched"], params["precision"]
-            return id(params["operation"]), *said, equation.index in self.forward
+            call = params["static"], params["batched"], params["precision"]
+            return id(params["operation"]), *call, equation.index in self.forward
         return (id(params["jaxpr"]),) if equation.primitive == SHARD_MAP else ()
 
     def of(self, group: Group, run: CallRun | None, *, shares: bool = True) -> Region:
@@ -285,15 +285,15 @@ def _forward_calls(program: Program) -> Iterator[tuple[int, Equation]]:
     for equation in program.equations:
         if equation.primitive != OPERATION:
             continue
-        operation, said = equation.params["operation"], (equation.params["static"], equation.params["precision"])
+        operation, call = equation.params["operation"], (equation.params["static"], equation.params["precision"])
         scope, operands = program.scope(equation.path), [id(x) for x in equation.inputs]
         if operation.forward is not None:
             forward = operation.forward
             count = len(operands) - len(forward.made) - sum(forward.made)
-            shared = calls.get((id(forward.operation), said, scope, *operands[:count]))
+            shared = calls.get((id(forward.operation), call, scope, *operands[:count]))
             if shared is not None:
                 yield equation.index, shared
-        calls[id(operation), said, scope, *operands] = equation
+        calls[id(operation), call, scope, *operands] = equation
 
 
 def program_of(traced: ClosedJaxpr, turns: int | None = None) -> Program:
@@ -369,8 +369,8 @@ def _last_operands(program: Program) -> dict[int, int]:
 
 def _axes(params: Mapping[str, Any], mesh: MeshShape) -> tuple[str, ...]:
     """The axes of more than one device that a collective runs over, in mesh order."""
-    said = params.get("axes", params.get("axis_name", ()))
-    names = {said} if isinstance(said, str) else {name for name in said if isinstance(name, str)}
+    named = params.get("axes", params.get("axis_name", ()))
+    names = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
     return ordered_axes(names, mesh)
 
 

@@ -8,8 +8,8 @@ from autoshard.layout import MeshShape
 from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.strategies import Strategy
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
-from autoshard.operations.running import Call
 from autoshard.operations.split import CallRun
 from autoshard.propagation.registry import rule_of
 

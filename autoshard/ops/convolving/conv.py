@@ -220,7 +220,7 @@ def conv_operation(convolution: Convolution) -> Operation:
         "conv",
         functools.wraps(conv)(lambda lhs, rhs: convolution.whole(lhs, rhs)),
         convolution.rule,
-        said=f"{convolution} {convolution.numbers} {convolution.precision} {convolution.preferred_element_type}",
+        identity=f"{convolution} {convolution.numbers} {convolution.precision} {convolution.preferred_element_type}",
     )
 
     @operation.backward

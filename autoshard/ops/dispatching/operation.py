@@ -41,7 +41,7 @@ def _operation(function: RowFunction) -> Operation:
         plain,
         functools.partial(_rule, function),
         sums_shared=True,
-        said=function.digest,
+        identity=function.digest,
     )
 
     @made.implementation(splits={EXPERTS: "t g", DATA: "t"}, name="exchange", where=_has(EXPERTS), turns=1)

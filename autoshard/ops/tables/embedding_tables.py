@@ -203,5 +203,5 @@ def lookup_operation(tables: EmbeddingTables) -> Operation:
         made = lax.all_to_all(made, axes, split_axis=0, concat_axis=1, tiled=True)
         return _by_table(made, slots[:, :, 0].reshape(-1), count)
 
-    looked_up.said = str(tables.pieces)
+    looked_up.identity = str(tables.pieces)
     return looked_up

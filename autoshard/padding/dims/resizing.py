@@ -71,7 +71,9 @@ def resizing(rank: int, dim: int, old: int, new: int) -> Operation:
         return _plain(lax.all_to_all(x, split.axes("trade"), other, dim, tiled=True), dim, new)
 
     beside = {f"along{i}": (f"x{i}", f"y{i}") for i in others}
-    operation = Operation("grown" if grows else "cut_off", lambda x: _plain(x, dim, new), rule_of, said=f"{dim} {new}")
+    operation = Operation(
+        "grown" if grows else "cut_off", lambda x: _plain(x, dim, new), rule_of, identity=f"{dim} {new}"
+    )
     operation.implementations += [
         Implementation("parts", parts, {"parts": (NEW if grows else OLD,), **beside}),
         Implementation("cut", cut, {"cut": (OLD, NEW), **beside}, lambda split: split.count("cut") > 1),

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.batching.boundary import made_or_none
+from autoshard.batching.boundary import result_or_none
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, called_jaxpr, inner_jaxprs, literal
 from autoshard.operations.primitive import OPERATION, evaluated
 from autoshard.ops.dispatching import RowFunction, RowRole, routed_operation
@@ -46,7 +46,7 @@ def with_experts(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr | None:
         for i, sorting in enumerate(list(sortings(tree))):
             if i in left:
                 continue
-            calls = made_or_none(
+            calls = result_or_none(
                 "recognition of experts", functools.partial(_put_in_if_possible, editor, sorting, devices)
             )
             if calls is None:

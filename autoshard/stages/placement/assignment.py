@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from autoshard.errors import StageError
 from autoshard.jaxprs import Var
 from autoshard.program.user_code import source_of
-from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
+from autoshard.stages.placement.flow import SINK, SOURCE, UNCUTTABLE, source_side
 from autoshard.stages.roles import PipelineRoles, bytes_of
 from autoshard.stages.stacks import EquationOrigin
 
@@ -84,7 +84,7 @@ def _edges(
     readers: dict[Var, list[int]] = {}
     for i in undecided:
         if i in fixed:
-            edges[(SOURCE, i) if fixed[i] >= boundary else (i, SINK)] = NEVER
+            edges[(SOURCE, i) if fixed[i] >= boundary else (i, SINK)] = UNCUTTABLE
         for var in roles.made_in_loop(i):
             readers.setdefault(var, []).append(i)
     for var, several in readers.items():
@@ -94,15 +94,15 @@ def _edges(
         if maker in undecided:
             edges[maker, var] = size
             for i in several:
-                edges[var, i] = edges[i, maker] = NEVER
+                edges[var, i] = edges[i, maker] = UNCUTTABLE
         elif maker not in roles.backward and found[maker] < boundary:
             others = (found.get(i, -1) for i in roles.readers[var] if i not in roles.backward)
             if not any(stage >= boundary for stage in others):
                 edges[var, SINK] = size
-                edges |= {(i, var): NEVER for i in several}
+                edges |= {(i, var): UNCUTTABLE for i in several}
         elif maker not in roles.backward:
             edges[SOURCE, var] = size
-            edges |= {(var, i): NEVER for i in several}
+            edges |= {(var, i): UNCUTTABLE for i in several}
     return edges
 
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from autoshard.errors import MicrobatchError, PlanError
 from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var, inner_jaxprs, with_live_equations
 from autoshard.mesh.topology import Topology
-from autoshard.remat.alike import is_alike
 from autoshard.remat.costs import Seconds, seconds_again
 from autoshard.remat.cuts import Cut, ForwardPass, at_price, chain
 from autoshard.remat.recomputation import slopes
+from autoshard.remat.same_structure import is_alike
 from autoshard.remat.scope import Block, Scope
 from autoshard.stages.programs import BlockCut, RecomputedBlocks
 from autoshard.stages.stacks import EquationOrigin, Slice, TakenApart
@@ -197,13 +197,13 @@ class ApartStep:
         """All that its equations make."""
         return _made(self.whole.closed)
 
-    def scope_of(self, closed: ClosedJaxpr, **said: Any) -> Scope:
+    def scope_of(self, closed: ClosedJaxpr, **keywords: Any) -> Scope:
         """One of both traces. Trips of arguments are there for the backward pass, as arguments are."""
         pieces = frozenset(i for i, var in enumerate(self.made) if var in self.whole.slices)
         made = _made(closed)
         if len(made) != len(self.made):
             raise _refusal()
-        return Scope(_watching(closed, made), self.seconds, watched=len(made), there=pieces, **said)
+        return Scope(_watching(closed, made), self.seconds, watched=len(made), there=pieces, **keywords)
 
     @cached_property
     def origins(self) -> Mapping[Var, EquationOrigin]:
@@ -332,8 +332,8 @@ def _blocks_of_both(own: Sequence[StageBlock], other: Scope) -> list[tuple[Stage
     return [(one, found.block) for one, found in pairs] if all(a.look == b.look for a, b in pairs) else None
 
 
-def _cut(forward: ForwardPass, said: BlockCut) -> Cut:
-    kept, again = frozenset(said.kept), frozenset(said.again)
+def _cut(forward: ForwardPass, saved: BlockCut) -> Cut:
+    kept, again = frozenset(saved.kept), frozenset(saved.again)
     seconds = math.fsum(forward.seconds[e] for e in again)
     return Cut(kept, again, math.fsum(forward.bytes[v] for v in kept), seconds)
 

@@ -29,7 +29,7 @@ from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.specs import patterns_of
 from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.traced import PLANNING_ORDER, StageLayouts, in_planning_order
+from autoshard.stages.stage_layouts import PLANNING_ORDER, StageLayouts, in_planning_order
 from autoshard.user_plan import Plan, Wish
 
 _NAMED_READERS = 4  # of a stack of layers, and as many of its rows
@@ -126,7 +126,7 @@ class StagesPlanner:
         others = tuple(sorted(priced, key=lambda one: (not one.fits, one.step_seconds)))
         reasons = [
             self._keepers(keys, readers),
-            *asker.said_of(argument, placed.name),
+            *asker.reasons_of_user(argument, placed.name),
             *self._of_question(question, first),
             *(f"{spec_text(layout)}: a program of its stage does not fit." for layout in refused),
             *_ties(others, plan.predicted.step_seconds),

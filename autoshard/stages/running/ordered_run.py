@@ -146,15 +146,15 @@ class OrderedRun(ThreadedRun):
         """
         self.at = "the end of the step"
         key = f"stages/{self.group.round}/{self.runtime.next_run()}"
-        said = _WELL
+        outcome = _WELL
         if self.failure is not None:
             self.group.post(f"{key}/{jax.process_index()}", str(self.error()))
-            said = _FAILED
+            outcome = _FAILED
         elif any(is_deleted(self.arguments[i]) for i in self.donated):
-            said = _DONATED
-        flags = _gathered(self.runtime.line, said)
-        told = zip(self.runtime.line.devices, flags, strict=True)
-        failed = sorted({device.process_index for device, flag in told if flag == _FAILED})
+            outcome = _DONATED
+        flags = _gathered(self.runtime.line, outcome)
+        flagged = zip(self.runtime.line.devices, flags, strict=True)
+        failed = sorted({device.process_index for device, flag in flagged if flag == _FAILED})
         if not failed:
             return
         text = self.group.peek(f"{key}/{failed[0]}") or "a stage failed"

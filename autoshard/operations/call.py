@@ -136,9 +136,9 @@ class Call:
     def interchangeable(self, run: CallRun) -> frozenset[str]:
         """The factors of which only the product of a device's sizes matters: what is said so, of the same tensors."""
         implementation = self.operation.named(run.name)
-        said = (self.operation if implementation is None else implementation).interchangeable
+        declared = (self.operation if implementation is None else implementation).interchangeable
         tensors = [set(itertools.chain(*dims)) for dims in (*self.rule.operands, *self.rule.results)]
-        return said if all(said <= has or not said & has for has in tensors) else frozenset()
+        return declared if all(declared <= has or not declared & has for has in tensors) else frozenset()
 
     # How it runs.
 

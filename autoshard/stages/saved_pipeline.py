@@ -29,7 +29,7 @@ from autoshard.stages.placement.recomputing import KnownCuts
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import BlockCut, RecomputedBlocks, StagePrograms
 from autoshard.stages.stacks import EquationOrigin
-from autoshard.stages.traced import StageLayouts, in_planning_order
+from autoshard.stages.stage_layouts import StageLayouts, in_planning_order
 from autoshard.user_plan import Plan
 
 
