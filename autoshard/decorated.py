@@ -429,9 +429,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._types_before[key] = merged
         if not self._is_ours(context):
             return merged
-        return tuple(
-            replicated_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True)
-        )
+        return tuple(replicated_type(t, context) if t == bare else t for t, bare in zip(merged, opened, strict=True))
 
     def _unhashable(self, static: tuple[Any, ...], dynamic: Arguments, error: Exception) -> ArgumentError:
         said = f"static arguments must be hashable, as for jax.jit: {error}"

@@ -432,10 +432,8 @@ def cheapest(
     """
 
     def solve(problem: Problem, budget: Budget | None = None) -> Solution:
-        told_progress = progress if enough is None else Cutoff(enough, progress)
-        return solve_within(
-            replace(formulation, problem=problem), time_limit, until, told_progress, search, budget, gap
-        )
+        tell = progress if enough is None else Cutoff(enough, progress)
+        return solve_within(replace(formulation, problem=problem), time_limit, until, tell, search, budget, gap)
 
     solution = solve(formulation.problem)
     if gap or time.monotonic() > until:

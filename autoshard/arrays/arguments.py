@@ -234,7 +234,7 @@ def transforms_types(leaves: Sequence[Any]) -> bool:
 
 
 def run_transformed(step: Callable[..., tuple], leaves: Sequence[Any], mesh: Mesh) -> tuple:
-    """The flat results of `Step.transformed`, wherever the arrays behind the leaves lie.
+    """The flat results of `JittedStep.transformed`, wherever the arrays behind the leaves lie.
 
     An array under `jax.vmap` has more elements than its shape says. If it has to be moved, it can only be copied whole
     to all devices.

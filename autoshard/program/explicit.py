@@ -3,7 +3,7 @@
 On Explicit axes the type of an array says how it lies. Three kinds of types are orders:
 
 - What the user wrote, `reshard` and `out_sharding=`, becomes a `sharding_constraint` where it stands.
-- The types of arguments that have one become `Types.arguments`.
+- The types of arguments that have one become `ExplicitTypes.arguments`.
 - The types of results become a `sharding_constraint` at the end of the jaxpr.
 
 All other types follow from these by JAX's rules, and are dropped: the plan decides. These are open, too:

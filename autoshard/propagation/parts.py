@@ -1,7 +1,7 @@
 """One equation in, what it does inside a stencil out: the kinds of steps, and the dims that they are of.
 
 All steps of a stencil have the rank of its result. A dim of size 1 that an equation drops, as `u[0]` does, stays a dim
-of the step; `Part.dims` says which dims of the step those of the value are.
+of the step; `StencilPart.dims` says which dims of the step those of the value are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StencilPart:
     inputs: tuple[int, ...]  # which operands of the equation it reads as arrays
     shape: Shape  # of the step
     dims: tuple[int | None, ...]  # dim of the value -> dim of the step; None for a dim of size 1 that no step has
-    moves: Any = 0  # `Step.moves`
+    moves: Any = 0  # `MoveStep.moves`
     reads: tuple[tuple[int | None, ...], ...] = ()  # per operand: its dims, if they are not those of the value
 
     @property

@@ -85,7 +85,7 @@ def lean(problem: Problem, run: SolverRun) -> LeanChoice | None:
                 run.solve(weighted, bounds_pay=True)
             finally:
                 bound = max(bound, weighted.bound)
-            assert weighted.choice is not None, "`Run.solve` ends without one by an error alone"
+            assert weighted.choice is not None, "`SolverRun.solve` ends without one by an error alone"
             held = points.held(weighted.choice)
             if held.max() < peak:
                 best, peak = weighted.choice, held.max()
