@@ -26,9 +26,8 @@ from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
 from autoshard.plans.plan import PlanData
-from autoshard.program.flattening import returned_modules
+from autoshard.program.flattening import flat_results
 from autoshard.program.signature import static_places
-from autoshard.program.trees import Box
 
 _LISTED_PARTS = 5  # arrays or parts that a message names at most
 
@@ -90,14 +89,9 @@ def initialiser(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]
         filled = list(leaves)
         for i, array in zip(traced, given, strict=True):
             filled[i] = array
-        result = init_fn(*jax.tree.unflatten(structure, filled))
-        if (modules := returned_modules(result)) is not None:
-            arrays, changes = modules
-            rebuilders[:] = [changes.result_of, list(map(keys_of, changes.result_paths))]
-            return arrays
-        box = Box.of(result)
-        rebuilders[:] = [box.tree.unflattened, list(map(keys_of, box.tree.array_paths))]
-        return list(box.leaves)
+        arrays, rebuilder = flat_results(init_fn(*jax.tree.unflatten(structure, filled)))
+        rebuilders[:] = [rebuilder.unflattened, list(map(keys_of, rebuilder.array_paths))]
+        return list(arrays)
 
     def given_on(mesh: Any) -> tuple[Any, ...]:
         return tuple(_on_mesh(leaves[i], mesh) for i in traced)

@@ -10,8 +10,8 @@ Most equations are left to XLA's partitioner. These kinds are not, and run insid
   as there are devices.
 - What reads rows of its neighbours' shards (`halos.py`). The partitioner gathers some of these arrays whole, and its
   collectives are not the ones that were planned.
-- What the partitioner gathers although only batches are split (`PrimitiveFacts.runs_on_shards`), as `top_k` on CPU and GPU. Of
-  Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
+- What the partitioner gathers although only batches are split (`PrimitiveFacts.runs_on_shards`), as `top_k` on CPU and
+  GPU. Of Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
 - Lookups of a single row along a split dim. XLA gathers the dim for a `dynamic_slice`, which XLA for GPU also makes of
   such a gather.
 - Ragged products. Of rows that are split, each device counts those that it has of each group.

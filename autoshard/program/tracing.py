@@ -15,7 +15,7 @@ from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal
 from autoshard.program.captured import CapturedArray, identity_of, with_captured
 from autoshard.program.closures import names_in_closure
 from autoshard.program.explicit import ExplicitTypes, on_auto_axes, types_of
-from autoshard.program.flattening import module_arguments, returned_modules
+from autoshard.program.flattening import flat_results, module_arguments
 from autoshard.program.flax_shardings import wishes_of
 from autoshard.program.paths import Places, carried_results, slashed
 from autoshard.program.program import Program
@@ -196,11 +196,12 @@ def _watched(fn: Callable, static: tuple, recorded: list[ModuleChanges]) -> Call
         tracers = [leaf for box in (*args, *kwargs.values()) for leaf in box.leaves]
         args, kwargs = join(static, opened)
         made = fn(*args, **kwargs)
-        if (found := returned_modules(made, opened, tracers)) is None:
-            result = Box.of(made)
+        arrays, rebuilder = flat_results(made, opened, tracers)
+        if isinstance(rebuilder, Tree):
+            result = Box(rebuilder, arrays)
         else:
-            result = Box.of_list(found[0], found[1].result_paths)
-            recorded.append(found[1])
+            result = Box.of_list(arrays, rebuilder.array_paths)
+            recorded.append(rebuilder)
         after, _ = tree_flatten_with_path(opened)
         returned = set(map(id, result.leaves))
         changed = [
@@ -227,7 +228,7 @@ def _recording(
         results, changes = traced.returned(fn(*positional, **keyword))
         _warn_of_lost(fn, [path for path, leaf in traced.replaced() if not any(leaf is one for one in results)])
         recorded.append(changes)
-        return Box.of_list(results, changes.result_paths)
+        return Box.of_list(results, changes.array_paths)
 
     return _with_signature(recording, fn, static)
 
