@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -310,48 +310,46 @@ class Roles:
     @cached_property
     def state(self) -> Mapping[int, StateRole]:
         """Argument of the state -> what it is."""
-        program = self.step.program
+        program, batch, met = self.step.program, set(self.batch), self._met_by_activations
+        found = {
+            i: StateRole.CACHE
+            if any(dim & Dim.BATCH for dim in self.dims_of_argument(i))
+            else met.get(value.id, StateRole.OPTIMIZER)
+            for i, value in enumerate(program.arguments)
+            if i not in batch
+        }
+        shapes: dict[StateRole, set[tuple[int, ...]]] = defaultdict(set)
+        for i, state in found.items():
+            shapes[state].add(program.arguments[i].shape)
+        vectors = shapes[StateRole.PARAMETER] - shapes[StateRole.WEIGHT] - shapes[StateRole.TABLE]
+        moments = ((StateRole.EXPERT_OPTIMIZER, shapes[StateRole.EXPERT]), (StateRole.PARAMETER_OPTIMIZER, vectors))
+        for i, state in found.items():
+            if state is StateRole.OPTIMIZER:
+                shape = program.arguments[i].shape
+                found[i] = next((role for role, known in moments if shape in known), state)
+        return found
+
+    @cached_property
+    def _met_by_activations(self) -> Mapping[int, StateRole]:
+        """Id of a value that is made of the state alone -> what it is to those that it meets, itself or remade."""
         met: dict[int, StateRole] = {}  # the last of these that a value is read as
         strength = [StateRole.PARAMETER, StateRole.TABLE, StateRole.WEIGHT, StateRole.EXPERT]
         read_as = {GroupRole.PRODUCT: StateRole.WEIGHT, GroupRole.EXPERT: StateRole.EXPERT}
 
-        def meet(value: int, kind: StateRole) -> None:
-            met[value] = max(met.get(value, kind), kind, key=strength.index)
+        def meet(group: Group, kind: StateRole, among: Set[int] | None = None) -> None:
+            for use in group.uses:
+                if among is None or use.value.id in among:
+                    met[use.value.id] = max(met.get(use.value.id, kind), kind, key=strength.index)
 
         for group, work in zip(self.groups, self.work, strict=True):
             if work not in (GroupRole.UPDATE, GroupRole.GRADIENT, GroupRole.SUM):
-                for use in group.uses:
-                    if use.value.id in self.of_state:
-                        meet(use.value.id, read_as.get(work, StateRole.PARAMETER if group.fuses else StateRole.TABLE))
+                by_default = StateRole.PARAMETER if group.fuses else StateRole.TABLE
+                meet(group, read_as.get(work, by_default), self.of_state)
         for group in reversed(self.groups):  # back to the arguments that these are made of
             for made in group.outputs:
                 if made.value.id in met and made.value.id in self.of_state:
-                    for use in group.uses:
-                        meet(use.value.id, met[made.value.id])
-
-        def kind(argument: int) -> StateRole:
-            value = program.arguments[argument]
-            if any(dim & Dim.BATCH for dim in self.dims_of_argument(argument)):
-                return StateRole.CACHE
-            return met.get(value.id, StateRole.OPTIMIZER)
-
-        batch = set(self.batch)
-        found = {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
-        shapes: dict[StateRole, set[tuple[int, ...]]] = {}
-        for i, state in found.items():
-            shapes.setdefault(state, set()).add(program.arguments[i].shape)
-        experts = shapes.get(StateRole.EXPERT, set())
-        vectors = (
-            shapes.get(StateRole.PARAMETER, set())
-            - shapes.get(StateRole.WEIGHT, set())
-            - shapes.get(StateRole.TABLE, set())
-        )
-        for i, state in found.items():
-            if state is StateRole.OPTIMIZER and program.arguments[i].shape in experts:
-                found[i] = StateRole.EXPERT_OPTIMIZER
-            elif state is StateRole.OPTIMIZER and program.arguments[i].shape in vectors:
-                found[i] = StateRole.PARAMETER_OPTIMIZER
-        return found
+                    meet(group, met[made.value.id])
+        return met
 
     def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:
         """What each dim of an argument is, by all that read it."""
