@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order, ordered_axes, shards, spec_of
-from autoshard.operations.operation import Operation
+from autoshard.operations.operation import Implementation, Operation
 from autoshard.operations.primitive import Batched, mapped
 from autoshard.operations.split import Axes, CallRun, CallSplit
 from autoshard.program import Equation
@@ -57,27 +57,30 @@ class Call:
                     if role is not None:
                         found[role] = (*found.get(role, ()), axis)
                 run = CallRun("" if implementation is None else implementation.name, tuple(found.items()))
-                if self.can_run(run, mesh, known):
+                if self._fits(run, implementation, mesh, known):
                     yield run
 
-    def can_run(self, run: CallRun, mesh: MeshShape, known: dict[Any, bool] | None = None) -> bool:
+    def can_run(self, run: CallRun, mesh: MeshShape) -> bool:
+        """Whether the operation has such an implementation with such roles, and the axes divide what they split."""
+        names = {one.name: one for one in self.operation.implementations}
+        if run.name and run.name not in names:
+            return False
+        implementation = names.get(run.name)
+        own = {} if implementation is None else implementation.splits
+        beside = self.rule.splittable.difference(itertools.chain(*own.values()))
+        return {role for role, _ in run.roles} <= {*own, *beside} and self._fits(run, implementation, mesh, {})
+
+    def _fits(
+        self, run: CallRun, implementation: Implementation | None, mesh: MeshShape, known: dict[Any, bool]
+    ) -> bool:
         """Whether the axes divide what they split, and the implementation takes such a call.
 
         Args:
             known: dims of a tensor and the axes that split each -> whether it can lie so. This call adds to it.
         """
-        names = {one.name: one for one in self.operation.implementations}
-        if run.name and run.name not in names:
-            return False
-        implementation = names.get(run.name)
-        own = () if implementation is None else implementation.splits
-        beside = self.rule.splittable.difference(itertools.chain(*own.values()) if own else ())
-        if not {role for role, _ in run.roles} <= {*own, *beside}:
-            return False
         assigned = self.assignment(run, mesh)
         if any(self.rule.sizes[factor] % shards(axes, mesh) for factor, axes in assigned.items()):
             return False
-        known = {} if known is None else known
         for dims in (*self.rule.operands, *self.rule.results):
             key = dims, tuple(assigned.get(factor) for factor in itertools.chain(*dims))
             if key not in known:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -184,38 +184,50 @@ class PropagationGraph:
         constrained: dict[int, list[StartingLayout]] = defaultdict(list)  # id -> what constraints say of it
         annotated = []
         for equation, rule in zip(program.equations, rules, strict=True):
-            if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
-                outer = equation.inputs[0].id
-                self._outer[equation.outputs[0].id] = self._outer.get(outer, outer)
-            if equation.primitive == "scan_carry":
-                seen, final = equation.outputs
-                self._carries[final.id] = seen.id
-                if (body := self._bodies.get(equation.loop)) is not None and body.is_called:
-                    self._edges[seen.id], _ = self._new(((),) * len(seen.shape))
-                    self._carries[final.id] = self._edges[seen.id]
-                    if final.id in self.given:
-                        self.given[self._edges[seen.id]] = self.given[final.id]
+            self._note_boundary(equation)
             if rule.given:
-                for value, dims in zip(equation.inputs, rule.operands, strict=True):
-                    if isinstance(value, Value) and dims:
-                        constrained[self.seen_as(value)].append(_given(dims, rule, equation))
+                for value, dims in _arrays(equation, rule):
+                    constrained[self.seen_as(value)].append(_given(dims, rule, equation))
                 annotated.append((equation, rule))
         for equation, rule in annotated:
             for value, dims in zip(equation.outputs, rule.results, strict=True):
                 self.given.setdefault(value.id, _given(dims, rule, equation))
         for equation, rule in annotated:
-            for value, dims in zip(equation.inputs, rule.operands, strict=True):
-                if not isinstance(value, Value) or not dims:
-                    continue
-                id_, wanted = self.seen_as(value), _given(dims, rule, equation)
-                if id_ in self.given or wanted.open or any(other != wanted for other in constrained[id_]):
-                    continue
-                hands_over = id_ in program.makers and program.makers[id_].primitive in _HANDS_OVER
-                if hands_over and equation.primitive in CONSTRAINTS:
-                    self._held[id_] = equation.outputs[0].id
-                else:
-                    self.given[self._laid_as(id_)] = wanted
+            for value, dims in _arrays(equation, rule):
+                self._give_operand(value, _given(dims, rule, equation), equation, program, constrained)
         self._find_chains(program, constrained)
+
+    def _note_boundary(self, equation: Equation) -> None:
+        """Notes which values of a branch or loop are values outside, or lie as another one of the loop."""
+        if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
+            outer = equation.inputs[0].id
+            self._outer[equation.outputs[0].id] = self._outer.get(outer, outer)
+        if equation.primitive == "scan_carry":
+            seen, final = equation.outputs
+            self._carries[final.id] = seen.id
+            if (body := self._bodies.get(equation.loop)) is not None and body.is_called:
+                self._edges[seen.id], _ = self._new(((),) * len(seen.shape))
+                self._carries[final.id] = self._edges[seen.id]
+                if final.id in self.given:
+                    self.given[self._edges[seen.id]] = self.given[final.id]
+
+    def _give_operand(
+        self,
+        value: Value,
+        wanted: StartingLayout,
+        equation: Equation,
+        program: Program,
+        constrained: Mapping[int, Sequence[StartingLayout]],
+    ) -> None:
+        """Gives an operand the layout in which a constraint reads it, if nothing else is said of the operand."""
+        id_ = self.seen_as(value)
+        if id_ in self.given or wanted.open or any(other != wanted for other in constrained[id_]):
+            return
+        hands_over = id_ in program.makers and program.makers[id_].primitive in _HANDS_OVER
+        if hands_over and equation.primitive in CONSTRAINTS:
+            self._held[id_] = equation.outputs[0].id
+        else:
+            self.given[self._laid_as(id_)] = wanted
 
     def _find_chains(self, program: Program, constrained: Mapping[int, Sequence[StartingLayout]]) -> None:
         constraints = [equation for equation in program.equations if equation.primitive in CONSTRAINTS]
@@ -375,6 +387,13 @@ class PropagationGraph:
 
 def _id(operand: Value | np.ndarray) -> int | None:
     return operand.id if isinstance(operand, Value) else None
+
+
+def _arrays(equation: Equation, rule: Rule) -> Iterator[tuple[Value, Dims]]:
+    """The operands that have dims, with the factors of these."""
+    for value, dims in zip(equation.inputs, rule.operands, strict=True):
+        if isinstance(value, Value) and dims:
+            yield value, dims
 
 
 def _given(dims: Dims, rule: Rule, equation: Equation) -> StartingLayout:
