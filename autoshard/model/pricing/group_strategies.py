@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autoshard.layout import Layout, MeshShape
 from autoshard.model.groups import Group
@@ -31,10 +31,17 @@ class GroupStrategies:
 
     def of(self, group: Group, offered: OptionSet | None = None) -> StrategiesWithLayouts:
         """The strategies of a group, or those that are offered, in time."""
+        splits = None if offered is None or offered.has_every_split else offered
         if is_call(group):
-            return self._in_time(operation_strategies(group, self._mesh, offered, self._of_calls))
-        if offered is not None:
-            return self._in_time(strategies_of(group, self._mesh, self._backend, offered.choices))
+            found = self._in_time(operation_strategies(group, self._mesh, splits, self._of_calls))
+        elif splits is not None:
+            found = self._in_time(strategies_of(group, self._mesh, self._backend, splits.choices))
+        else:
+            found = self._every(group)
+        fitting = None if offered is None else offered.fitting(group, found[0])
+        return found if fitting is None else self._with_layouts([found[0][i] for i in fitting])
+
+    def _every(self, group: Group) -> StrategiesWithLayouts:
         key = unsummed_key(group)
         if key is None:
             return self._in_time(strategies_of(group, self._mesh, self._backend))
@@ -43,7 +50,10 @@ class GroupStrategies:
         return self._known[key]
 
     def _in_time(self, found: Iterable[Strategy]) -> StrategiesWithLayouts:
-        strategies = self._memo.in_time(found)
+        return self._with_layouts(self._memo.in_time(found))
+
+    def _with_layouts(self, found: Sequence[Strategy]) -> StrategiesWithLayouts:
+        strategies = tuple(found)
         wants = tuple(map(self._memo.one, zip(*(one.operand_layouts for one in strategies), strict=True)))
         leaves = tuple(map(self._memo.one, zip(*(one.output_layouts for one in strategies), strict=True)))
         return strategies, wants, leaves
