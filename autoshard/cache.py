@@ -42,11 +42,11 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.open_axes))
         for rule in rules
     ]
-    parts = (*versions(), program.fingerprint, rule_texts, *options_of_a_key(options))
+    parts = (*versions(), program.fingerprint, rule_texts, *key_parts(options))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def options_of_a_key(options: Options) -> tuple[Any, ...]:
+def key_parts(options: Options) -> tuple[Any, ...]:
     """All that options say of a plan; its text is the same in any process, if no function is among it."""
     return (
         dict(options.mesh.shape),

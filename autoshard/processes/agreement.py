@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autoshard.cache import key_of, options_of_a_key, versions
+from autoshard.cache import key_of, key_parts, versions
 from autoshard.errors import ProcessError
 from autoshard.jaxprs import Jaxpr, inner_jaxprs
 from autoshard.options import Options
@@ -206,9 +206,7 @@ def mesh_of_all(
         AutoshardError: no mesh will do on the leader; the error is the leader's.
         ProcessError: the leader chooses for other options, has failed in another way, or has ended.
     """
-    options_of_candidates = [
-        (*options_of_a_key(without_search(one)), one.microbatches, one.remat) for one in candidates
-    ]
+    options_of_candidates = [(*key_parts(without_search(one)), one.microbatches, one.remat) for one in candidates]
     key, place = _digest([step, fingerprint, repr(options_of_candidates)]), f"choosing/{_digest([step, fingerprint])}"
     since = time.monotonic()
 

@@ -20,7 +20,7 @@ from autoshard.primitives import facts_of
 from autoshard.program.program import RewrittenPlaces
 from autoshard.program.user_code import source_of
 from autoshard.remat.numbering import needed, variables
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.rewrite import Match, Rewrite, maker_of
 
 _BODIES = {  # primitive -> the parameters that hold what it runs
@@ -76,7 +76,7 @@ class _MatchPlace:
     """A match in a body of the step."""
 
     turns: int  # how often the body runs per step
-    graph: Graph
+    graph: BodyGraph
     match: Match
     origins: Mapping[Var, frozenset[int]]  # input of the body -> the arguments of the step that it is
 
@@ -86,7 +86,7 @@ class _MatchPlace:
         return frozenset[int]().union(*(_origin(self.graph, atom, self.origins) for atom in self.match.inputs))
 
 
-def _origin(graph: Graph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> frozenset[int]:
+def _origin(graph: BodyGraph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> frozenset[int]:
     """The arguments that an array is, through casts and views."""
     while isinstance(atom, Var) and atom not in origins:
         eqn = graph.maker(atom)
@@ -141,7 +141,7 @@ class _SiteWalk:
             turns: how often the body runs per step.
             origins: the arguments of the step that its inputs are.
         """
-        graph = Graph(opened(closed).jaxpr, self.devices)
+        graph = BodyGraph(opened(closed).jaxpr, self.devices)
         known = dict(zip(graph.jaxpr.invars, origins, strict=True))
         yield from (_MatchPlace(turns, graph, match, known) for match in self.rewrite.find(graph))
         for eqn in graph.jaxpr.eqns:
@@ -154,7 +154,7 @@ class _SiteWalk:
 
     def body(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         plain = opened(closed)
-        graph = Graph(plain.jaxpr, self.devices)
+        graph = BodyGraph(plain.jaxpr, self.devices)
         chosen = []
         for match in self.rewrite.find(graph):
             if self.count in self.wanted:
@@ -199,7 +199,7 @@ def _bodies_of(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
 class _BodyBuilder:
     """A body whose equations are put in order again, once some are replaced."""
 
-    def __init__(self, graph: Graph, replaced: Mapping[int, JaxprEqn]):
+    def __init__(self, graph: BodyGraph, replaced: Mapping[int, JaxprEqn]):
         """
         Args:
             replaced: id of an equation -> the equation that takes its place.
@@ -234,7 +234,7 @@ class _BodyBuilder:
         return jaxpr.replace(eqns=needed(renamed, outvars), outvars=outvars, debug_info=jaxpr.debug_info)
 
 
-def _fitting(graph: Graph, matches: Sequence[Match]) -> list[Match]:
+def _fitting(graph: BodyGraph, matches: Sequence[Match]) -> list[Match]:
     """Those that can be rewritten at once: each that fits to those before it.
 
     They rewrite different variables, need no results of each other in a circle, and leave effects in their order.
@@ -283,7 +283,7 @@ def _in_order(equations: Sequence[JaxprEqn], matches: Sequence[Match]) -> list[J
     return made if effects == [id(eqn) for eqn in equations if eqn.effects] else None
 
 
-def _block(graph: Graph, match: Match) -> tuple[list[JaxprEqn], dict[Var, Any]]:
+def _block(graph: BodyGraph, match: Match) -> tuple[list[JaxprEqn], dict[Var, Any]]:
     """The equations of a match, on its inputs and at its line; and variable of the body -> what it becomes.
 
     Raises:

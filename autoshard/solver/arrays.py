@@ -14,7 +14,7 @@ from autoshard.solver.problem import Problem
 from autoshard.solver.verify import ROUNDING
 
 
-class ProblemGraph(NamedTuple):
+class Graph(NamedTuple):
     """Nodes and edges of a problem; no two edges join the same nodes. Edges are sorted by their nodes."""
 
     offsets: np.ndarray  # int64[nodes + 1]: where the options of a node start among all
@@ -32,7 +32,7 @@ class ProblemGraph(NamedTuple):
     widest: int  # options of a node, at most
 
 
-class MemoryArrays(NamedTuple):
+class Memory(NamedTuple):
     """Bytes that options hold beyond the leanest option of their node, over stretches of pressure points."""
 
     node: np.ndarray  # int64[lives]
@@ -44,14 +44,14 @@ class MemoryArrays(NamedTuple):
     unit: float  # bytes: the limit, to measure how far something is over it
 
 
-def graph_of(problem: Problem) -> ProblemGraph:
+def graph_of(problem: Problem) -> Graph:
     """The nodes and edges of a problem; parallel edges are added up."""
     sizes = np.array([len(costs) for costs in problem.costs], dtype=np.int64)
     summed = summed_edges(problem)
     pairs = sorted(summed)
     left, right = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
     tables = [np.ascontiguousarray(summed[pair], dtype=np.float64).ravel() for pair in pairs]
-    return ProblemGraph(
+    return Graph(
         offsets=starts_of(sizes),
         costs=np.concatenate([np.zeros(0), *problem.costs]),
         left=left,
@@ -77,7 +77,7 @@ def summed_edges(problem: Problem) -> dict[tuple[int, int], np.ndarray]:
     return summed
 
 
-def memory_of(problem: Problem) -> MemoryArrays:
+def memory_of(problem: Problem) -> Memory:
     """The lives of a problem. Without a limit there are no pressure points."""
     points = problem.pressure_points() if problem.limit is not None else np.zeros(0, dtype=np.int64)
     limit = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
@@ -91,7 +91,7 @@ def memory_of(problem: Problem) -> MemoryArrays:
     more = [live.usage.astype(np.float64) - live.usage.min() for live in lives]
     kept = np.array([k for k, usage in enumerate(more) if usage.any() and start[k] < end[k]], dtype=np.int64)
     more = [more[k] for k in kept]
-    return MemoryArrays(
+    return Memory(
         node=np.array([lives[k].node for k in kept], dtype=np.int64),
         start=start[kept],
         end=end[kept],

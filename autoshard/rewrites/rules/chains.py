@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import JaxprEqn, Var
-from autoshard.rewrites.graph import Graph, ScaledProduct
+from autoshard.rewrites.graph import BodyGraph, ScaledProduct
 from autoshard.rewrites.product import Atom, Label, Operand, Product
 from autoshard.rewrites.rewrite import Match, register
 
@@ -74,7 +74,7 @@ def _reader(product: Product, side: int, found: ScaledProduct) -> _ChainReader:
     return _ChainReader(product, named.operands[1 - side], inner.operands, named.result)
 
 
-def _readers(graph: Graph, inner: Product) -> list[tuple[_ChainReader, ScaledProduct]] | None:
+def _readers(graph: BodyGraph, inner: Product) -> list[tuple[_ChainReader, ScaledProduct]] | None:
     """All products that read one, through transposes and numbers; None if something else reads it."""
     found, waiting = list[tuple[_ChainReader, ScaledProduct]](), [inner.out]
     while waiting:
@@ -98,7 +98,7 @@ def _readers(graph: Graph, inner: Product) -> list[tuple[_ChainReader, ScaledPro
 
 
 @register("product_chain", "(A B) C = A (B C)")
-def product_chain(graph: Graph) -> Iterator[Match]:
+def product_chain(graph: BodyGraph) -> Iterator[Match]:
     """Two products in another order, where nothing else reads the inner one. All products that read it change."""
     for inner in graph.products.values():
         found = _readers(graph, inner)
@@ -131,7 +131,7 @@ def _reordered(inner: Product, found: Sequence[tuple[_ChainReader, ScaledProduct
 
 
 @register("distributed_product", "X (W + A B) = X W + (X A) B")
-def distributed_product(graph: Graph) -> Iterator[Match]:
+def distributed_product(graph: BodyGraph) -> Iterator[Match]:
     """Products with a sum, of which one addend is a product, as LoRA writes its weights: the sum is never made."""
     for eqn in graph.jaxpr.eqns:
         if not graph.is_sum(eqn) or eqn.outvars[0] in graph.results:
@@ -146,7 +146,7 @@ def distributed_product(graph: Graph) -> Iterator[Match]:
             break
 
 
-def _distributed(graph: Graph, eqn: JaxprEqn, plain: Atom, scaled: ScaledProduct) -> Match | None:
+def _distributed(graph: BodyGraph, eqn: JaxprEqn, plain: Atom, scaled: ScaledProduct) -> Match | None:
     """All readers of the sum of an array and a product; None if one of them is no product, or takes more work."""
     (total,) = eqn.outvars
     readers = graph.readers[total]

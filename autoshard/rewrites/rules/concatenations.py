@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import DropVar, JaxprEqn, Var, aval_of
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.product import Atom, Product
 from autoshard.rewrites.rewrite import Match, register
 
@@ -30,7 +30,7 @@ class _ConcatenationReader:
 
 
 @register("split_concatenation", "[A B] [C; D] = A C + B D")
-def split_concatenation(graph: Graph) -> Iterator[Match]:
+def split_concatenation(graph: BodyGraph) -> Iterator[Match]:
     """Products and convolutions with something concatenated; what else reads that is left as it is."""
     for eqn in graph.jaxpr.eqns:
         if eqn.primitive.name != "concatenate" or len(eqn.invars) < 2:
@@ -54,7 +54,7 @@ def _split(eqn: JaxprEqn, reader: _ConcatenationReader) -> Match:
     return Match((reader.result,), (*eqn.invars, reader.other), build, ("split", eqn.params["dimension"]))
 
 
-def _reader(graph: Graph, eqn: JaxprEqn, whole: Var, dim: int) -> _ConcatenationReader | None:
+def _reader(graph: BodyGraph, eqn: JaxprEqn, whole: Var, dim: int) -> _ConcatenationReader | None:
     if eqn.invars.count(whole) > 1:
         return None
     if eqn.outvars[0] in graph.products:
@@ -109,7 +109,7 @@ def _is_ungrouped(eqn: JaxprEqn) -> bool:
 
 
 @register("sliced_product", "slices of A [B C] = A B, A C")
-def sliced_product(graph: Graph) -> Iterator[Match]:
+def sliced_product(graph: BodyGraph) -> Iterator[Match]:
     """A product or convolution of which only slices are read, in a dim of one operand: each slice by itself."""
     for eqn in graph.jaxpr.eqns:
         out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
@@ -151,7 +151,7 @@ def _slices(eqn: JaxprEqn) -> list[_Slice] | None:
     return [_Slice(result, dims[0], starts[dims[0]], stops[dims[0]])]
 
 
-def _sliced_operand(graph: Graph, eqn: JaxprEqn, dim: int) -> tuple[int, int] | None:
+def _sliced_operand(graph: BodyGraph, eqn: JaxprEqn, dim: int) -> tuple[int, int] | None:
     """The operand that has a dim of the result, and which of its dims that is; None if that is not one operand's."""
     product = graph.products.get(eqn.outvars[0])
     if product is not None:

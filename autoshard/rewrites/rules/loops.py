@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
 from autoshard.remat.numbering import needed, variables
-from autoshard.rewrites.graph import Graph, ScaledProduct
+from autoshard.rewrites.graph import BodyGraph, ScaledProduct
 from autoshard.rewrites.loop import ScanLoop, is_plain
 from autoshard.rewrites.product import Atom
 from autoshard.rewrites.rewrite import Match, register
@@ -24,7 +24,7 @@ _TURN = "turn"  # the label of the dim of all turns
 
 
 @register("loop_product", "[x_1 W; ..; x_n W] = [x_1; ..; x_n] W")
-def loop_product(graph: Graph) -> Iterator[Match]:
+def loop_product(graph: BodyGraph) -> Iterator[Match]:
     """Products in a scan that no carry goes into, before it; and those that go into no carry, after it."""
     for eqn in graph.jaxpr.eqns:
         loop = ScanLoop.of(eqn, graph.devices)
@@ -105,7 +105,7 @@ class _Sum:
 
 
 @register("loop_sum", "sum_t (A_t B_t) = [A_1 .. A_n] [B_1; ..; B_n]")
-def loop_sum(graph: Graph) -> Iterator[Match]:
+def loop_sum(graph: BodyGraph) -> Iterator[Match]:
     """Carries of a scan that only add up products: their operands are stacked, and multiplied once."""
     for eqn in graph.jaxpr.eqns:
         loop = ScanLoop.of(eqn, graph.devices)

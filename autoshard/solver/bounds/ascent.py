@@ -13,7 +13,7 @@ import threading
 
 import numpy as np
 
-from autoshard.solver.arrays import MemoryArrays, ProblemGraph
+from autoshard.solver.arrays import Graph, Memory
 from autoshard.solver.bounds import message_passing_compiled as kernels
 from autoshard.solver.bounds.settings import ASCENT, STEP_ENTRIES
 
@@ -24,7 +24,7 @@ PRICE_GRID = 2.0**-52  # relative; prices are rounded so that their sums are exa
 class Ascent:
     """Messages and prices of a problem, on their way to the best bound."""
 
-    def __init__(self, graph: ProblemGraph, memory: MemoryArrays):
+    def __init__(self, graph: Graph, memory: Memory):
         self.graph, self.memory = graph, memory
         self.to_left, self.to_right = np.zeros(graph.left_offsets[-1]), np.zeros(graph.right_offsets[-1])
         self.extra = np.empty(len(graph.costs))  # by how much options cost more than the best of their node

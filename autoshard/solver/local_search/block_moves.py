@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.solver.arrays import MemoryArrays, ProblemGraph
+from autoshard.solver.arrays import Graph, Memory
 from autoshard.solver.bounds import message_passing_compiled as kernels
 from autoshard.solver.bounds.ascent import Ascent
 from autoshard.solver.bounds.settings import STEP_ENTRIES
@@ -25,7 +25,7 @@ from autoshard.solver.local_search.settings import BLOCK_SEARCH, MOVES
 class BlockMoves:
     """Block moves over a graph. Plans are made as they are needed, and used again."""
 
-    def __init__(self, graph: ProblemGraph, rng: np.random.Generator):
+    def __init__(self, graph: Graph, rng: np.random.Generator):
         self.graph, self.rng = graph, rng
         self.plans: list[elimination_compiled.EliminationPlan] = []
         self.frozen = np.zeros(len(graph.offsets) - 1)  # in how many plans each node is
@@ -58,7 +58,7 @@ class BlockMoves:
 class BlockSearch:
     """Block moves under prices that follow the choice."""
 
-    def __init__(self, graph: ProblemGraph, memory: MemoryArrays, seed: tuple[int, ...]):
+    def __init__(self, graph: Graph, memory: Memory, seed: tuple[int, ...]):
         self.graph, self.memory = graph, memory
         self.rng = np.random.default_rng(seed)
         self.moves = BlockMoves(graph, self.rng)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.solver.arrays import ProblemGraph
+from autoshard.solver.arrays import Graph
 from autoshard.solver.local_search.settings import NEIGHBOURHOODS
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.presolve.simplify_large import reduce
@@ -25,7 +25,7 @@ from autoshard.solver.problem import Problem
 class Neighbourhoods:
     """Neighbourhoods of a problem's choices, one after the other."""
 
-    def __init__(self, problem: Problem, graph: ProblemGraph, rng: np.random.Generator, *, counted: bool = False):
+    def __init__(self, problem: Problem, graph: Graph, rng: np.random.Generator, *, counted: bool = False):
         self.problem, self.graph, self.rng, self.counted = problem, graph, rng, counted
         self.size = float(min(NEIGHBOURHOODS.first_nodes, len(problem.costs)))
 
@@ -77,7 +77,7 @@ class Neighbourhoods:
         return None if len(choices) < len(outcomes) else small.invert(choices)
 
 
-def near(graph: ProblemGraph, root: int, size: int, rng: np.random.Generator) -> list[int]:
+def near(graph: Graph, root: int, size: int, rng: np.random.Generator) -> list[int]:
     """A node and those nearest to it, in random order among equals."""
     found, seen = [root], {root}
     for node in found:

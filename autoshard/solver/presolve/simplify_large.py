@@ -12,7 +12,7 @@ from autoshard.solver.presolve import simplify_compiled, state_compiled
 from autoshard.solver.presolve.settings import PRESOLVE
 from autoshard.solver.presolve.simplify import NodeMerge, ReducedProblem
 from autoshard.solver.presolve.simplify_compiled import FULL, MORE
-from autoshard.solver.presolve.state_compiled import PresolveState
+from autoshard.solver.presolve.state_compiled import State
 from autoshard.solver.problem import Problem
 
 
@@ -32,7 +32,7 @@ def reduce(problem: Problem, tick: Callable[[], None]) -> ReducedProblem:
     return _result(state)
 
 
-def _state(problem: Problem) -> PresolveState:
+def _state(problem: Problem) -> State:
     nodes = len(problem.costs)
     count = np.array([len(costs) for costs in problem.costs], dtype=np.int64)
     edges = summed_edges(problem)
@@ -49,7 +49,7 @@ def _state(problem: Problem) -> PresolveState:
         for side in ("start", "end")
     )
     none = np.full(nodes, -1)
-    state = PresolveState(
+    state = State(
         first=starts_of(count)[:-1],
         count=count,
         label=np.concatenate([np.arange(size) for size in count]),
@@ -83,12 +83,12 @@ def _state(problem: Problem) -> PresolveState:
     return state
 
 
-def _roomier(state: PresolveState) -> PresolveState:
+def _roomier(state: State) -> State:
     """The same state with twice the room."""
     return state._replace(pool=np.append(state.pool, state.pool), log=np.append(state.log, state.log))
 
 
-def _result(state: PresolveState) -> ReducedProblem:
+def _result(state: State) -> ReducedProblem:
     spans = [slice(first, first + count) for first, count in zip(state.first, state.count, strict=True)]
     tables = {}
     for edge in np.flatnonzero(state.end[::2] >= 0):

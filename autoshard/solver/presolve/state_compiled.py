@@ -16,7 +16,7 @@ from autoshard.solver.runtime.compilation import inner, kernel, sort
 POOL, LOG, CONSTANTS, HEAD, WAITING, HEAD_COMPARED, WAITING_COMPARED = range(7)  # in State.top
 
 
-class PresolveState(NamedTuple):
+class State(NamedTuple):
     """A problem on its way to being smaller. Options of a node are packed at its start; a removed node has none."""
 
     first: np.ndarray  # int64[nodes]: where the options of a node start
