@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, made):
 WRITER = """
 import sys
 from pathlib import Path
-from autoshard.cache import keep
+from autoshard.cache import store_plan
 
 class Written:
     def dumps(self):
@@ -222,7 +222,7 @@ class Written:
 
 folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_text()
 for _ in range(100):
-    keep(folder, "key", Written())
+    store_plan(folder, "key", Written())
 """
 
 

@@ -84,7 +84,7 @@ def test_a_part_is_not_compared_with_another_one():
 
 
 def test_a_textbook_comes_second_and_then_the_cheapest(monkeypatch):
-    monkeypatch.setattr(refine, "MUCH_HIDDEN", {})
+    monkeypatch.setattr(refine, "LARGE_HIDDEN_SHARE", {})
     formulation, (best, textbook, *others) = candidates(refine=5)
     costs = [solution.cost for solution in others]
     assert textbook.cost == min(solution.cost for solution in solutions_of(formulation).values() if solution)
