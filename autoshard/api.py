@@ -17,23 +17,23 @@ from autoshard.errors import ArgumentError, AutoshardError
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.meshes.mesh_function import MeshChoosingFunction
-from autoshard.meshes.places import Place, axes_in
+from autoshard.meshes.places import DevicePlace, axes_in
 from autoshard.model.formulating import formulate
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.one_jit.function import OneJitFunction
 from autoshard.one_jit.plan import OneJitPlan
 from autoshard.options import check_jit_keywords, compile_keywords, options_of
-from autoshard.padding.kinds import PADDED
+from autoshard.padding.kinds import PADDED_FUNCTIONS
 from autoshard.padding.padded_stages import staged
 from autoshard.planning import checked_rules, described, lowered
 from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
-from autoshard.replanning.planner import Planner
+from autoshard.replanning.planner import Replanner
 from autoshard.solver.searches.search_run import Search
 from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, whole
-from autoshard.stage_planning.given import check_combination, check_given, check_statistics
+from autoshard.stage_planning.option_checks import check_combination, check_given, check_statistics
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stages.requests import PipelineRequest
 from autoshard.tactics import TacticLike
@@ -226,18 +226,18 @@ def autoshard(
         mesh = like.typed_mesh
     meshes: list[Any] = [mesh]
     if mesh == "auto":
-        place = Place.of(topology)
+        place = DevicePlace.of(topology)
         topology = place.machine
         planned = plan if plan is not None else like
         meshes = place.meshes(axes_in(fixed, tactics)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
     check_jit_keywords(jit_keywords)
-    if pad not in PADDED:
+    if pad not in PADDED_FUNCTIONS:
         raise ArgumentError(f"pad={pad!r}; 'auto', 'batch' or None is needed")
-    said: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
-    said |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
-    said |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
-    said |= {"rewrites": rewrites, "reductions": reductions, "statistics": statistics}
-    all_options = [options_of(one, **said) for one in meshes]
+    common_options: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
+    common_options |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
+    common_options |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
+    common_options |= {"rewrites": rewrites, "reductions": reductions, "statistics": statistics}
+    all_options = [options_of(one, **common_options) for one in meshes]
     options = all_options[0]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
@@ -261,7 +261,7 @@ def autoshard(
             return OneJitFunction(fn, options=options, jit_keywords=jit_keywords, request=request)
         if request is not None or is_automatic:
             return staged(fn, pad, request, options=options, jit_keywords=jit_keywords)
-        kind: type[ShardedFunction[Any, Any]] = PADDED[pad]
+        kind: type[ShardedFunction[Any, Any]] = PADDED_FUNCTIONS[pad]
         if mesh == "auto" and plan is None and like is None:
             return MeshChoosingFunction(fn, options=all_options, jit_keywords=jit_keywords, kind=kind)
         return kind(fn, options=options, jit_keywords=jit_keywords, given=given)
@@ -378,7 +378,7 @@ def evaluate(
         formulate, program, rules, mesh_shape, options.topology, fixed=layouts, backend=options.backend
     )
     comparison = Comparison(lambda: with_inner_layouts_planned(made.predicted, planned()))
-    planner = Planner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
+    planner = Replanner(program, options, compile_keywords(jit_keywords), layouts, {}, is_given=True)
     return planner.bound(lowered(program, Plan.of(made, comparison), compile_keywords(jit_keywords)))
 
 

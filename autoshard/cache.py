@@ -42,11 +42,11 @@ def key_of(program: Program, rules: Sequence[Rule], options: Options) -> str:
         (str(rule), *(sorted(kind) for kind in _kinds(rule)), sorted(rule.given.items()), sorted(rule.open_axes))
         for rule in rules
     ]
-    said = (*versions(), program.fingerprint, rule_texts, *said_by(options))
-    return hashlib.sha256(repr(said).encode()).hexdigest()
+    parts = (*versions(), program.fingerprint, rule_texts, *key_parts(options))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def said_by(options: Options) -> tuple[Any, ...]:
+def key_parts(options: Options) -> tuple[Any, ...]:
     """All that options say of a plan; its text is the same in any process, if no function is among it."""
     return (
         dict(options.mesh.shape),
@@ -83,7 +83,7 @@ def _constants(part: Any) -> Any:
 Loaded = TypeVar("Loaded")
 
 
-def read(folder: Path, key: str, load: Callable[[str, str], Loaded]) -> Loaded | None:
+def read_entry(folder: Path, key: str, load: Callable[[str, str], Loaded]) -> Loaded | None:
     """What was made of the text that was kept under `key`; None if there is none.
 
     Args:
@@ -108,7 +108,7 @@ def read(folder: Path, key: str, load: Callable[[str, str], Loaded]) -> Loaded |
         return None
 
 
-def find(folder: Path, key: str, program: Program, options: Options) -> Plan | None:
+def load_plan(folder: Path, key: str, program: Program, options: Options) -> Plan | None:
     """The plan that was kept under `key`; None if there is none.
 
     Warns:
@@ -120,19 +120,19 @@ def find(folder: Path, key: str, program: Program, options: Options) -> Plan | N
         check_plan(program, found.annotations, dict(options.mesh.shape))
         return found
 
-    return read(folder, key, load)
+    return read_entry(folder, key, load)
 
 
-def keep(folder: Path, key: str, plan: Plan) -> None:
+def store_plan(folder: Path, key: str, plan: Plan) -> None:
     """Writes the plan under `key`, in the place of what is there.
 
     Warns:
         CacheWarning: the folder cannot be written to.
     """
-    write(folder, key, plan.dumps)
+    write_entry(folder, key, plan.dumps)
 
 
-def write(folder: Path, key: str, dumps: Callable[[], str]) -> None:
+def write_entry(folder: Path, key: str, dumps: Callable[[], str]) -> None:
     """Writes a text under `key`, in the place of what is there.
 
     Args:

@@ -21,26 +21,26 @@ from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import (
     ArrayType,
     abstract,
+    current_sharding,
     is_deleted,
     is_typed_on,
-    lying_otherwise,
     not_an_array,
     place,
     place_captured,
-    place_of,
+    replicated_type,
     run_transformed,
     transforms_types,
     type_of,
-    whole_type,
+    unplanned_placements,
     without_type,
 )
 from autoshard.errors import ArgumentError, MemoryLimitError, MeshError
 from autoshard.jaxprs import calls_back
-from autoshard.lower import Step, named_refusals
+from autoshard.lower import JittedStep, named_refusals
 from autoshard.ops.fourier.fft import with_transforms
 from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywords
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned, program_of
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.program import Program, context, named_refusal
 from autoshard.program.explicit import is_explicit
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
@@ -49,7 +49,7 @@ from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule, has_rule_in_jit
 from autoshard.propagation.stencils import with_stencils
 from autoshard.recognition import with_operations
-from autoshard.replanning.planner import Planner
+from autoshard.replanning.planner import Replanner
 from autoshard.replanning.signatures import signature_remark
 from autoshard.report.live import LiveLine
 from autoshard.solver.runtime.garbage_collection import uncollected
@@ -74,12 +74,12 @@ class PlannedStep:
     plan: Plan
     program: Program
     context: Any  # of tracing; kept, so that no other context gets its address
-    planner: Planner
+    planner: Replanner
     is_checked: bool = False  # whether its compiled program has been held against the memory limit
     choice: OpenChoice[PlannedStep] | None = None  # among the variants of the step, until one is checked
 
     @property
-    def step(self) -> Step:
+    def step(self) -> JittedStep:
         assert self.plan.lowering is not None, "`lowered` gives it one"
         return self.plan.lowering.step
 
@@ -139,7 +139,7 @@ class _Call(NamedTuple):
         # Where `jax.jit` was once not allowed to trace, it stays slow. So what lay otherwise than planned has to do so.
         if any(is_deleted(flat.arrays[i]) for i in self.sentinels) or flat.share_arrays:
             return False
-        return all(place_of(flat.arrays[i]) == lies for i, lies in self.otherwise.items())
+        return all(current_sharding(flat.arrays[i]) == lies for i, lies in self.otherwise.items())
 
 
 def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
@@ -178,7 +178,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._trace_keywords = {name: value for name, value in jit_keywords.items() if name in TRACE_KEYWORDS}
         self._jit_keywords = compile_keywords(jit_keywords)
         self._static = ArgumentSelection.of(fn, jit_keywords, "static")
-        self._group = None if options.is_alone else Group.of(options.mesh)
+        self._group = None if options.is_alone else ProcessGroup.of(options.mesh)
         self._lock = threading.RLock()
         self._compiled: dict[tuple[Any, ...], PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
@@ -252,7 +252,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         untouched = all(map(operator.is_, leaves, placed))
         # A Python callback may have something to trace.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
-        otherwise = lying_otherwise(leaves, compiled.plan) if again else {}
+        otherwise = unplanned_placements(leaves, compiled.plan) if again else {}
         self._last = _Call(signature, compiled, compiled.run, compiled.sentinels, otherwise) if again else None
         with named_refusals(compiled.program, compiled.plan.mesh):
             result: Result = compiled.result(flat, placed, compiled.run(*placed))
@@ -399,7 +399,7 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     def _bound(self, program: Program, plan: Plan) -> PlannedStep:
         """A lowered plan bound to what it was made of."""
-        planner = Planner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
+        planner = Replanner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
         return PlannedStep(planner.bound(plan), program, context(), planner)
 
     def _enough(self, seconds: float, options: Options) -> Callable[[], float] | None:
@@ -429,7 +429,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._types_before[key] = merged
         if not self._is_ours(context):
             return merged
-        return tuple(whole_type(one, context) if one == bare else one for one, bare in zip(merged, opened, strict=True))
+        return tuple(replicated_type(t, context) if t == bare else t for t, bare in zip(merged, opened, strict=True))
 
     def _unhashable(self, static: tuple[Any, ...], dynamic: Arguments, error: Exception) -> ArgumentError:
         said = f"static arguments must be hashable, as for jax.jit: {error}"
@@ -446,7 +446,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         if is_typed_on(type_, self._options.mesh) and (context.empty or context.axis_types == type_[4].mesh.axis_types):
             return type_
         is_number = isinstance(type_, tuple) and not type_[0]
-        return whole_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
+        return replicated_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
 
     def _is_ours(self, mesh: AbstractMesh) -> bool:
         """Whether it is an explicit mesh of the axes that the step is planned for."""

@@ -290,14 +290,14 @@ def _turns(trips: Any) -> dict[str, int]:
     >>> _turns(64), _turns({"solver.py:41": 8}), _turns(None)
     ({'*': 64}, {'solver.py:41': 8}, {})
     """
-    said = trips if isinstance(trips, Mapping) else {} if trips is None else {"*": trips}
-    for place, turns in said.items():
+    counts = trips if isinstance(trips, Mapping) else {} if trips is None else {"*": trips}
+    for place, turns in counts.items():
         if not isinstance(place, str) or not is_whole_number(turns) or turns < 1:
             raise ArgumentError(
                 f"trips={trips!r}: a number of turns is needed, 1 or more, or a dict from where loops stand to such "
                 "numbers, as in trips={'solver.py:41': 64} or trips={'integrate': 64}"
             )
-    return {place: int(turns) for place, turns in said.items()}
+    return {place: int(turns) for place, turns in counts.items()}
 
 
 def _devices(mesh: Mesh | AbstractMesh, machine: str | None) -> Mesh:

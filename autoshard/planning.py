@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from autoshard.arrays.shared_arguments import shared_layouts
-from autoshard.cache import find, keep, key_of
+from autoshard.cache import key_of, load_plan, store_plan
 from autoshard.compiled.memory_check import MemoryWarning, is_over, over_limit_error, with_rounding, within_limit
 from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
@@ -23,19 +23,19 @@ from autoshard.lower.on_shards import check_plan
 from autoshard.model.formulating import formulator
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.option_sets.growing import in_parts, in_time, is_too_large
-from autoshard.model.pricing.late import formulating_ends
+from autoshard.model.option_sets.partial_problems import in_parts, in_time, is_too_large
+from autoshard.model.pricing.formulation_deadline import formulating_ends
 from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
-from autoshard.plans.making import make_plan
+from autoshard.plans.make_plan import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, check_alike, peak_of_all, plan_of_all
 from autoshard.program import Program
 from autoshard.propagation import Rule, rules_for
@@ -75,7 +75,7 @@ def checked(
     options: Options,
     jit_keywords: Mapping[str, Any],
     before: PlansByProgram | None,
-    group: Group | None,
+    group: ProcessGroup | None,
     others: Callable[[float], Plan | None] | None = None,
 ) -> Plan:
     """A lowered plan whose compiled program is within the memory limit, as far as one is found.
@@ -113,7 +113,7 @@ def checked(
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
             if options.cache is not None and not made.is_late and (group is None or group.leads):
-                keep(options.cache, key_of(program, rules, options), made)
+                store_plan(options.cache, key_of(program, rules, options), made)
         plan = made
     if is_over(plan, options.memory):
         if options.is_memory_given and before is not None and is_over(plan, with_rounding(options.memory)):
@@ -146,7 +146,7 @@ def _leaner(
 
 
 def _leaner_of_all(
-    group: Group | None,
+    group: ProcessGroup | None,
     program: Program,
     rules: Sequence[Rule],
     options: Options,
@@ -205,7 +205,7 @@ def planned(
     options: Options,
     jit_keywords: Mapping[str, Any],
     before: PlansByProgram,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
 ) -> Plan:
     """The plan of a traced program: that of an equal one planned before, or from the cache, if it is there.
 
@@ -234,12 +234,12 @@ def _cached(program: Program, rules: tuple[Rule, ...], options: Options, jit_key
     if options.cache is None:
         return _solved_with_sequences(program, rules, options, jit_keywords)
     key = key_of(program, rules, options)
-    found = find(options.cache, key, program, options)
+    found = load_plan(options.cache, key, program, options)
     if found is not None:
         return replace(found, comparison=comparison_of(program, rules, options))
     made = _solved_with_sequences(program, rules, options, jit_keywords)
     if not made.is_late:
-        keep(options.cache, key, made)
+        store_plan(options.cache, key, made)
     return made
 
 
@@ -442,8 +442,8 @@ def cheapest(
     """
 
     def solve(problem: Problem, budget: Budget | None = None) -> Solution:
-        told = progress if enough is None else Cutoff(enough, progress)
-        return solve_within(replace(formulation, problem=problem), time_limit, until, told, search, budget, gap)
+        tell = progress if enough is None else Cutoff(enough, progress)
+        return solve_within(replace(formulation, problem=problem), time_limit, until, tell, search, budget, gap)
 
     solution = solve(formulation.problem)
     if gap or time.monotonic() > until:

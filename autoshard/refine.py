@@ -32,7 +32,7 @@ from autoshard.model.memory_limit import solve_within
 from autoshard.model.xla.overlap import Overlap
 from autoshard.options import Options
 from autoshard.plans.alternatives import solutions_of
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.compiler_options import TRIED
 from autoshard.report.units import seconds_text
 from autoshard.solver.problem import Solution
@@ -42,8 +42,8 @@ from autoshard.user_plan import Plan
 
 # Share of weight gathers and gradient reductions that runs behind compute: more than plans are predicted to hide, less
 # than GPU programs of large models hide (docs/benchmarks/plans.md, Summary).
-MUCH_HIDDEN = dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.7)
-SAVED = 0.002  # share of a step that options of the compiler have to save, to be taken
+LARGE_HIDDEN_SHARE = dict.fromkeys(("all_gather", "all_reduce", "reduce_scatter"), 0.7)
+LEAST_SAVED_SHARE = 0.002  # share of a step that options of the compiler have to save, to be taken
 
 
 def refined(
@@ -101,12 +101,14 @@ def with_compiler_options(plan: Plan, seconds: float, options: Options) -> Plan:
             if "option" not in str(error):
                 raise
             continue  # another release of the compiler does not know it
-        if found < seconds * (1 - SAVED):
+        if found < seconds * (1 - LEAST_SAVED_SHARE):
             plan, seconds = tried, found
     if seconds == before:
         return plan
-    said = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
-    return _with_remark(plan, f"with {said} XLA's program takes {seconds_text(seconds)}, not {seconds_text(before)}.")
+    settings = ", ".join(f"{name}={value}" for name, value in plan.compiler_options.items())
+    return _with_remark(
+        plan, f"with {settings} XLA's program takes {seconds_text(seconds)}, not {seconds_text(before)}."
+    )
 
 
 def _compiled_with(plan: Plan, compiler_options: Mapping[str, bool | int]) -> Plan:
@@ -157,7 +159,7 @@ def _overlapping(
     formulation: Formulation, options: Options, formulated: Callable[[Options], Formulation]
 ) -> Iterator[Solution]:
     """The cheapest solution if much runs behind compute, at the cost that it is predicted to have."""
-    hiding = formulated(replace(options, backend=replace(options.backend, overlap=Overlap(MUCH_HIDDEN))))
+    hiding = formulated(replace(options, backend=replace(options.backend, overlap=Overlap(LARGE_HIDDEN_SHARE))))
     with contextlib.suppress(SolverError):
         choice = solve_within(hiding, options.time_limit).choice
         cost, _ = verify(formulation.problem, choice)

@@ -14,16 +14,16 @@ from autoshard.errors import ConflictError, MeshError
 from autoshard.layout import Layout, MeshShape, in_mesh_order, layout_of, replicated, shards, spec_of
 from autoshard.program import Program, Value
 from autoshard.program.flattening import with_flat_modules
+from autoshard.program.flax_shardings import layout_of_wish
 from autoshard.program.paths import printable, slashed
 from autoshard.program.trees import Tree, holds_flat_objects
-from autoshard.program.wishes import layout_of_wish
 from autoshard.propagation.rule import Rule
 
 _LISTED_NAMES = 20  # arguments that a message names at most
 
 
 def fixed_layouts(
-    program: Program, fixed: Mapping[str, PartitionSpec], mesh: MeshShape, said_by: str = "fixed"
+    program: Program, fixed: Mapping[str, PartitionSpec], mesh: MeshShape, option: str = "fixed"
 ) -> dict[int, Layout]:
     """Argument index -> layout, from paths and globs.
 
@@ -31,7 +31,7 @@ def fixed_layouts(
     pattern that is the end of some path is that path, even if it holds the characters of a glob: "layers[0]".
 
     Args:
-        said_by: what messages call the dict.
+        option: what messages call the dict.
 
     Raises:
         ConflictError: a pattern fits no argument, a spec does not fit its array, or two contradict each other.
@@ -42,18 +42,18 @@ def fixed_layouts(
         matches = _matches(pattern, program)
         if not matches:
             known = _names(program)
-            raise ConflictError(f"{said_by}: no argument of {program.name} fits {pattern!r}; its arguments are {known}")
+            raise ConflictError(f"{option}: no argument of {program.name} fits {pattern!r}; its arguments are {known}")
         for i in matches:
             value = program.arguments[i]
             try:
                 layout = _layout(spec, value, mesh)
                 _check_jit_takes(layout, value, mesh)
             except MeshError as error:
-                raise ConflictError(f"{said_by}[{pattern!r}]: {error}") from None
+                raise ConflictError(f"{option}[{pattern!r}]: {error}") from None
             if layouts.setdefault(i, layout) != layout:
                 raise ConflictError(
-                    f"{said_by}[{pattern!r}] wants {value} to be {spec_of(layout)}, "
-                    f"{said_by}[{fixed_by[i]!r}] wants it to be {spec_of(layouts[i])}.\n"
+                    f"{option}[{pattern!r}] wants {value} to be {spec_of(layout)}, "
+                    f"{option}[{fixed_by[i]!r}] wants it to be {spec_of(layouts[i])}.\n"
                     "Drop one of them, or make the patterns narrower."
                 )
             fixed_by.setdefault(i, pattern)
@@ -63,8 +63,8 @@ def fixed_layouts(
         if {argument, origin} <= layouts.keys() and layouts[argument] != layouts[origin]:
             raise ConflictError(
                 f"{program.arguments[origin]} becomes {program.arguments[argument]} in the next step, but "
-                f"{said_by}[{fixed_by[origin]!r}] wants it to be {spec_of(layouts[origin])}, and "
-                f"{said_by}[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
+                f"{option}[{fixed_by[origin]!r}] wants it to be {spec_of(layouts[origin])}, and "
+                f"{option}[{fixed_by[argument]!r}] {spec_of(layouts[argument])}.\nFix one of them only, or both alike."
             )
     return layouts
 

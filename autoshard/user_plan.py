@@ -60,7 +60,7 @@ class Comparison:
         return self.found or {} if self.find is None else self.found
 
 
-class Planner(Protocol):
+class PlanQuestions(Protocol):
     """What a plan was made of: the program and the options."""
 
     def explain(self, plan: Plan, path: str) -> Explanation:
@@ -84,7 +84,7 @@ class Plan(PlanData):
 
     comparison: Comparison = field(repr=False, default_factory=Comparison)
     lowering: Lowering | None = field(repr=False, default=None)  # called, lowers the step; None: loaded, not yet bound
-    planner: Planner | None = field(repr=False, default=None)  # None: loaded, not yet bound
+    planner: PlanQuestions | None = field(repr=False, default=None)  # None: loaded, not yet bound
     remark: str = ""  # what changes where the step was planned for another signature before
     wish: Wish | None = None  # what `what_if` was asked for; None: another made the plan
     stages: tuple[Any, ...] = ()  # `PlannedStage`s of a step that runs in a pipeline
@@ -93,8 +93,8 @@ class Plan(PlanData):
     @classmethod
     def of(cls, plan: PlanData, comparison: Comparison | None = None) -> Plan:
         """What `plan` says, and what it is compared with."""
-        said = {one.name: getattr(plan, one.name) for one in fields(PlanData)}
-        return cls(**said, comparison=comparison or Comparison())
+        values = {one.name: getattr(plan, one.name) for one in fields(PlanData)}
+        return cls(**values, comparison=comparison or Comparison())
 
     def __copy__(self) -> Self:
         """Itself: a plan never changes."""
@@ -196,7 +196,7 @@ class Plan(PlanData):
         wish |= {"time_limit": time_limit, "tactics": tactics}
         return self._asked().what_if(self, wish)
 
-    def _asked(self) -> Planner:
+    def _asked(self) -> PlanQuestions:
         if self.planner is None:
             raise PlanError(
                 "a plan that was loaded from a file, or moved to another mesh, knows no step to plan again.\n"
@@ -401,17 +401,17 @@ class Plan(PlanData):
         devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else ()
         sharing = Counter(device.process_index for device in devices if device.platform == "cpu")
         count = max(sharing.values(), default=0)
-        said = (
+        note = (
             f"Note: {count} CPU devices share the cores of one machine, so a step on them is hardly faster than on "
             "one. Seconds that are measured there say nothing of accelerators."
         )
-        return [Section(lines=((said,),))] if count > 1 else []
+        return [Section(lines=((note,),))] if count > 1 else []
 
     def _wishes(self) -> list[Section]:
-        said = [Section(lines=((self.remark,),))] if self.remark else []
+        sections = [Section(lines=((self.remark,),))] if self.remark else []
         if self.wish is not None:
-            said.append(wish_section(self.wish.text, self.predicted, self.wish.before))
-        return said
+            sections.append(wish_section(self.wish.text, self.predicted, self.wish.before))
+        return sections
 
     def __repr__(self) -> str:
         return repr_text(self)

@@ -30,7 +30,7 @@ from workloads import Abstract, Workload
 from autoshard import Link, Topology
 from autoshard.errors import StageError
 from autoshard.model.xla.backends import backend_of
-from autoshard.stage_planning.choosing import CuttableSteps, Machine, search_planned
+from autoshard.stage_planning.choosing import CuttableSteps, PlanningTarget, search_planned
 from autoshard.stage_planning.space import PlannedSpace, SpaceRequest, planned_space
 from autoshard.stage_search import ChosenStage, PipelineChoice, SearchSettings, SimulatedChoice, StageTable, simulated
 
@@ -124,14 +124,14 @@ SUITES = {
 }  # fmt: skip
 
 
-def v100s(devices: int) -> Machine:
+def v100s(devices: int) -> PlanningTarget:
     """So many of Alpa's devices."""
     inside = min(devices, 8)
     axes = {"data": devices // inside, "model": inside}
     links = {"data": ETHERNET, "model": NVLINK}
     costs = Topology({axis: links[axis] for axis, size in axes.items() if size > 1}, 16 * 2.0**30, 900e9, V100)
     backend = replace(backend_of(AbstractMesh((8,), ("model",)), "h100:8"), usable=USABLE)
-    return Machine(axes, costs, backend, costs.memory_bytes)
+    return PlanningTarget(axes, costs, backend, costs.memory_bytes)
 
 
 def first_units(steps: CuttableSteps, count: int) -> list[int]:

@@ -25,11 +25,11 @@ from prediction import compiled_row, mib
 
 from autoshard import plan, topology
 from autoshard.mesh.targets import target_mesh
-from autoshard.operations import Run
-from autoshard.operations.running import Call
+from autoshard.operations import CallRun
+from autoshard.operations.call import Call
 from autoshard.ops import attention
 from autoshard.ops.attending.attention import attention_operation
-from autoshard.ops.attending.operands import Variant
+from autoshard.ops.attending.operands import AttentionVariant
 
 MESHES = {
     "v5e:4x4": {"x": 4, "y": 4},
@@ -114,11 +114,11 @@ def attend_of(name: str, tokens: int, mesh: jax.sharding.Mesh) -> Callable | Non
         roles = (("ring", axes[:1]), ("heads", axes[1:]))
     else:
         roles = (("heads" if name == "ulysses" else "ring", axes),)
-    return functools.partial(by_hand, Run(name, roles), mesh)
+    return functools.partial(by_hand, CallRun(name, roles), mesh)
 
 
-def variant_of(query: jax.Array) -> Variant:
-    return Variant(is_causal=True, scale=query.shape[-1] ** -0.5)
+def variant_of(query: jax.Array) -> AttentionVariant:
+    return AttentionVariant(is_causal=True, scale=query.shape[-1] ** -0.5)
 
 
 def by_xla(tokens: int, rows: NamedSharding, gathers: bool, query: Any, key: Any, value: Any) -> jax.Array:
@@ -132,7 +132,7 @@ def by_xla(tokens: int, rows: NamedSharding, gathers: bool, query: Any, key: Any
     return put(plain(query, key, value, places, places)[0], rows)
 
 
-def by_hand(run: Run, mesh: jax.sharding.Mesh, query: Any, key: Any, value: Any) -> jax.Array:
+def by_hand(run: CallRun, mesh: jax.sharding.Mesh, query: Any, key: Any, value: Any) -> jax.Array:
     """One implementation under `shard_map`, forward and backward."""
     tokens = query.shape[1]
     operation = attention_operation(variant_of(query), (tokens, tokens))

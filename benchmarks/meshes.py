@@ -19,7 +19,7 @@ from workloads import PLANNED
 from autoshard import AutoshardError, Plan, plan, topology
 from autoshard.compiled.verification import compiled
 from autoshard.mesh.targets import target_mesh
-from autoshard.meshes.places import Place
+from autoshard.meshes.places import DevicePlace
 
 MACHINES = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "h100:2x8")
 CLOSE = 0.03  # share of a step by which two programs may differ and count as equally fast
@@ -40,7 +40,7 @@ def main() -> None:
 
 def row(machine: str, model: str, *, compiles: bool) -> str:
     """What is chosen for one program, and how that compares."""
-    place = Place.of(machine)
+    place = DevicePlace.of(machine)
     work = for_devices((MODELS | PLANNED)[model], place.dims.devices).abstract()
     start = time.process_time()
     found = plan(*work, mesh="auto", topology=machine, donate_argnums=0)

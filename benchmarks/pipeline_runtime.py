@@ -21,7 +21,7 @@ import numpy as np
 
 from autoshard import autoshard
 from autoshard.pipeline import simulate
-from autoshard.stages.running.run import Run
+from autoshard.stages.running.run import ThreadedRun
 
 LAYERS, WIDTH, ROWS, STEPS = 8, 16, 32, 5
 SECONDS = {"F": 0.02, "B": 0.04, "W": 0.02}  # that tasks sleep
@@ -87,15 +87,15 @@ def cpu_seconds(fn: Any, args: Sequence[Any], runtime: Any, tasks: int) -> dict[
 
         return run
 
-    move, task, runnable = runtime.move, Run.task, runtime.runnable
+    move, task, runnable = runtime.move, ThreadedRun.task, runtime.runnable
     runtime.move = timed("transfers", move)
     runtime.runnable = {key: replace(one, compiled=timed("programs", one.compiled)) for key, one in runnable.items()}
-    Run.task = timed("tasks", task)  # type: ignore[method-assign]
+    ThreadedRun.task = timed("tasks", task)  # type: ignore[method-assign]
     try:
         seconds_of(fn, args)
     finally:
         runtime.move, runtime.runnable = move, runnable
-        Run.task = task  # type: ignore[method-assign]
+        ThreadedRun.task = task  # type: ignore[method-assign]
     found = {name: one / STEPS / tasks for name, one in spent.items()}
     return {**found, "all else": found["tasks"] - found["transfers"] - found["programs"]}
 

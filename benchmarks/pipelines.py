@@ -30,7 +30,7 @@ from autoshard.layout import Layout, layout_of
 from autoshard.model.xla.backends import backend_of
 from autoshard.program.tracing import traced_step
 from autoshard.propagation.registry import has_rule
-from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
+from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, PlanningTarget, choose_pipeline
 from autoshard.stage_planning.planned_stage import stage_memory
 from autoshard.stage_planning.space import CHUNKS
 from autoshard.stage_planning.sub_meshes import sub_mesh_shapes
@@ -76,11 +76,11 @@ def steps_of(made: Abstract, fixed: Mapping[str, Layout] | None = None) -> Cutta
     return CuttableSteps(traced, program, jax.sharding.get_abstract_mesh(), by_index)
 
 
-def machine_of(name: str, axes: Mapping[str, int]) -> Machine:
+def machine_of(name: str, axes: Mapping[str, int]) -> PlanningTarget:
     """A machine by name."""
     costs = topology(name, axes)
     backend = backend_of(AbstractMesh(tuple(axes.values()), tuple(axes)), name)
-    return Machine(axes, costs, backend, costs.memory_bytes)
+    return PlanningTarget(axes, costs, backend, costs.memory_bytes)
 
 
 def megatron_layouts(workload: Workload, axes: Mapping[str, int]) -> dict[str, Layout]:
@@ -130,7 +130,7 @@ def _simulated(chosen: ChosenPipeline | None) -> SimulatedChoice | None:
     return None if chosen is None else chosen.pipeline.simulated
 
 
-def recipe(setting: Setting, machine: Machine) -> ChosenPipeline | None:
+def recipe(setting: Setting, machine: PlanningTarget) -> ChosenPipeline | None:
     """Megatron's recipe in its best numbers: a stage has whole hosts, and splits layers over the innermost axis."""
     layouts = megatron_layouts(setting.workload, setting.axes)
     memory = machine.memory * machine.backend.usable

@@ -38,7 +38,7 @@ from workloads import LARGE, SMALL, Workload  # noqa: E402
 
 from autoshard import AutoshardError, Collective, Plan, evaluate, plan, topology  # noqa: E402
 from autoshard.compiled.collectives import peak_bytes, read_collectives  # noqa: E402
-from autoshard.compiled.schedule import Schedule, schedule_of  # noqa: E402
+from autoshard.compiled.schedule import CompiledSchedule, schedule_of  # noqa: E402
 from autoshard.mesh.chips import CHIPS  # noqa: E402
 from autoshard.mesh.collectives import total_seconds  # noqa: E402
 from autoshard.mesh.machines import parse_machine  # noqa: E402
@@ -143,7 +143,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         found = compiled(made.lowering(mesh), mesh, cache)
         there = read_collectives(found.hlo, axes) if found.hlo else ()
         foreseen = made.predicted.collectives
-        schedule = Schedule(0.0, {}, {})
+        schedule = CompiledSchedule(0.0, {}, {})
         if found.hlo and target != "cpu":
             schedule = scheduled(found.hlo, machine, mesh)
         yield Row(
@@ -166,7 +166,7 @@ def rows_of(target: str, model: str, shardings: Sequence[str] | None, cache: Pat
         )
 
 
-def scheduled(hlo: str, machine: str, mesh: Mesh) -> Schedule:
+def scheduled(hlo: str, machine: str, mesh: Mesh) -> CompiledSchedule:
     """What a program takes on TPU by XLA's own estimate, on GPU by a roofline, at the links of the topology."""
     axes, clock = dict(mesh.shape), CHIPS[parse_machine(machine).chip].clock
     return schedule_of(hlo, axes, topology(machine, axes), clock, device_ids(mesh))

@@ -27,7 +27,7 @@ os.environ["XLA_FLAGS"] = compilation.PLAIN
 
 compilation.share_contexts()
 
-boundary.RAISES = True  # faults that users would find in a log alone
+boundary.RAISES_ERRORS = True  # faults that users would find in a log alone
 
 # Jaxprs are many small objects that live on: with Python's own thresholds the collector takes a twentieth of the time.
 gc.set_threshold(100_000, 50, 100)

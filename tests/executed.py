@@ -25,7 +25,7 @@ from autoshard.model.groups import Group
 from autoshard.model.strategies import Strategy, strategies_of
 from autoshard.model.xla.backends import CPU
 from autoshard.plans.annotations import Annotations
-from autoshard.plans.chosen import scatter_of
+from autoshard.plans.chosen_options import scatter_of
 from autoshard.program import Program, Value, trace
 from autoshard.propagation import rules_for
 

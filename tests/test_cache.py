@@ -17,7 +17,7 @@ from oracles import adjusted, mesh_of, slow_chips, v5e
 
 import autoshard
 from autoshard import CacheWarning, planning
-from autoshard.cache import find, keep, key_of
+from autoshard.cache import key_of, load_plan, store_plan
 from autoshard.options import options_of
 from autoshard.propagation import rules_for
 from autoshard.tactics import DataParallel
@@ -198,9 +198,9 @@ def test_a_digest_that_fits_does_not_make_a_plan(tmp_path, made):
         def dumps(self):
             return '{"format": 1}'
 
-    keep(tmp_path, path.stem, Strange())
+    store_plan(tmp_path, path.stem, Strange())
     with pytest.warns(CacheWarning, match="format"):
-        assert find(tmp_path, path.stem, program, options) is None
+        assert load_plan(tmp_path, path.stem, program, options) is None
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, made):
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, made):
 WRITER = """
 import sys
 from pathlib import Path
-from autoshard.cache import keep
+from autoshard.cache import store_plan
 
 class Written:
     def dumps(self):
@@ -222,7 +222,7 @@ class Written:
 
 folder, text = Path(sys.argv[1]), Path(sys.argv[2]).read_text()
 for _ in range(100):
-    keep(folder, "key", Written())
+    store_plan(folder, "key", Written())
 """
 
 
@@ -231,14 +231,14 @@ def test_two_processes_may_write_at_once(tmp_path):
     plan = autoshard.plan(step, WEIGHTS, BATCH, **OPTIONS)
     program, options = traced(), options_of(**OPTIONS)
     folder, writers = tmp_path / "folder", []
-    keep(folder, "key", plan)
+    store_plan(folder, "key", plan)
     for number, text in enumerate([plan.dumps(), plan.dumps() + "\n" * 100_000]):
         (tmp_path / str(number)).write_text(text)
         command = [sys.executable, "-c", WRITER, str(folder), str(tmp_path / str(number))]
         writers.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}))
     reads = 0
     while any(writer.poll() is None for writer in writers):
-        assert find(folder, "key", program, options).cost == plan.cost
+        assert load_plan(folder, "key", program, options).cost == plan.cost
         reads += 1
     assert reads and [writer.wait() for writer in writers] == [0, 0]
     assert [path.name for path in folder.iterdir()] == ["key.plan"]

@@ -1,7 +1,9 @@
-"""A class is a noun: no class of the package is named by a participle or a pronoun alone."""
+"""A class is a noun of its own: none is named by a participle or a pronoun alone, and no two have one name."""
 
 import ast
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 
 import pytest
 from documents import ROOT
@@ -15,6 +17,8 @@ OTHERS = {  # participles of another form, and pronouns
     "Paid", "Put", "Read", "Run", "Said", "Seen", "Sent", "Set", "Shown", "Something", "Spent", "Split", "Spread",
     "Sunk", "Taken", "That", "These", "This", "Those", "Told", "Unknown", "What", "Which", "Who", "Written",
 }  # fmt: skip
+# Names that two classes may share: one of them stands in code that `Plan.to_code` writes, in a namespace of its own.
+PASTED = {"export/standalone.py", "export/written_out.py"}
 ALSO_NOUNS = {"Cut", "Run", "Split"}  # of a graph; of a solver or an operation; of a call
 
 
@@ -46,3 +50,25 @@ def test_planted_participles_are_found(name):
     assert [*map(is_participle, classes(f"class {name}:\n    pass\n\nclass Plan{name.strip('_')}:\n    pass"))] == [
         True, False,
     ]  # fmt: skip
+
+
+def shared_names(named: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Name of a class -> the files that have one of this name, where these are several. Pairs of file and name."""
+    files = defaultdict(list)
+    for file, name in named:
+        files[name].append(file)
+    return {name: places for name, places in files.items() if len(places) > 1}
+
+
+def test_no_two_classes_have_one_name():
+    package = ROOT / "autoshard"
+    found = [
+        (file, node.name)
+        for path in sorted(package.rglob("*.py"))
+        if (file := str(path.relative_to(package))) not in PASTED
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(found) > 500
+    assert shared_names(found) == {}
+    assert shared_names([*found, ("model/copied.py", found[0][1])]) == {found[0][1]: [found[0][0], "model/copied.py"]}

@@ -17,7 +17,7 @@ from oracles import mesh_of, slow_chips
 
 import autoshard
 from autoshard import CacheWarning, Plan, PlanError
-from autoshard.cache import find, keep
+from autoshard.cache import load_plan, store_plan
 from autoshard.options import options_of
 
 MESH = mesh_of({"x": 4, "y": 2})
@@ -198,9 +198,9 @@ def test_errors_say_where_and_show_nothing_raw(document):
 def test_a_forged_file_of_a_cache_is_refused(tmp_path, plan):
     """Its first line fits: whoever can write into the folder can compute it."""
     program, options = autoshard.autoshard(step, **OPTIONS).trace(STATE, BATCH), options_of(MESH)
-    keep(tmp_path, "ab", plan)
-    assert find(tmp_path, "ab", program, options) is not None
+    store_plan(tmp_path, "ab", plan)
+    assert load_plan(tmp_path, "ab", program, options) is not None
     scatters = {equation: replace(one, dim=1 - one.dim) for equation, one in plan.annotations.scatters.items()}
-    keep(tmp_path, "ab", replace(plan, annotations=replace(plan.annotations, scatters=scatters)))
+    store_plan(tmp_path, "ab", replace(plan, annotations=replace(plan.annotations, scatters=scatters)))
     with pytest.warns(CacheWarning, match="contradict each other"):
-        assert find(tmp_path, "ab", program, options) is None
+        assert load_plan(tmp_path, "ab", program, options) is None

@@ -23,7 +23,7 @@ from oracles import mesh_of, slow_chips
 
 import autoshard
 from autoshard.options import options_of
-from autoshard.processes import Group, agreement
+from autoshard.processes import ProcessGroup, agreement
 from autoshard.processes.agreement import Claims
 from autoshard.propagation import rules_for
 
@@ -282,8 +282,8 @@ class Alone:
 
     here = leader = 0
     leads = True
-    joined = Group.joined
-    leader_says = Group.leader_says
+    joined = ProcessGroup.joined
+    leader_says = ProcessGroup.leader_says
 
     def __init__(self):
         self.round, self._depth, self.lock, self._said, self.posted = 0, 0, threading.RLock(), {}, []
@@ -295,7 +295,7 @@ class Alone:
 def test_the_mesh_is_chosen_anew_for_other_options(monkeypatch):
     """Of one step with other options the leader ranks anew, and tells of no failure of a mesh that it leaves."""
     group = Alone()
-    monkeypatch.setattr(Group, "of", lambda mesh: group)
+    monkeypatch.setattr(ProcessGroup, "of", lambda mesh: group)
 
     def ranked(fn=step, **options):
         made = autoshard.autoshard(fn, mesh="auto", topology="v5e:2x2", **options)
@@ -318,7 +318,7 @@ def test_the_mesh_is_chosen_anew_for_other_options(monkeypatch):
 def test_a_pipeline_is_chosen_where_the_others_get_to_know(monkeypatch):
     """A step that cannot be traced is told of when it runs; planned alone, it holds up nobody."""
     group, depths = Alone(), []
-    monkeypatch.setattr(Group, "of", lambda mesh: group)
+    monkeypatch.setattr(ProcessGroup, "of", lambda mesh: group)
 
     def fails(weights, batch):
         depths.append(group._depth)

@@ -84,7 +84,7 @@ def test_a_part_is_not_compared_with_another_one():
 
 
 def test_a_textbook_comes_second_and_then_the_cheapest(monkeypatch):
-    monkeypatch.setattr(refine, "MUCH_HIDDEN", {})
+    monkeypatch.setattr(refine, "LARGE_HIDDEN_SHARE", {})
     formulation, (best, textbook, *others) = candidates(refine=5)
     costs = [solution.cost for solution in others]
     assert textbook.cost == min(solution.cost for solution in solutions_of(formulation).values() if solution)
@@ -102,7 +102,7 @@ def test_a_textbook_is_compared_however_dear_it_is_predicted_to_be(monkeypatch):
 
 def test_what_would_be_the_cheapest_if_much_ran_behind_compute_comes_third():
     program = trace(step, (WEIGHTS, BATCH), {}, donate_argnums=0)
-    hiding = replace(options(), backend=adjusted(CPU, "overlap", hidden_share=refine.MUCH_HIDDEN))
+    hiding = replace(options(), backend=adjusted(CPU, "overlap", hidden_share=refine.LARGE_HIDDEN_SHARE))
     expected = solve_within(planning.formulated(program, rules_for(program), hiding), 10)
     formulation, (best, textbook, overlapping, *_) = candidates(refine=3)
     assert overlapping.choice == expected.choice != best.choice

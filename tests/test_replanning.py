@@ -17,7 +17,7 @@ from steps import mlp
 import autoshard
 from autoshard import Link, Plan, PlanError, Topology
 from autoshard.layout import layout_of
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.replanning.near_choices import agreeing
 from autoshard.replanning.signatures import signature_remark
 from autoshard.report.difference import Difference

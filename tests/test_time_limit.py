@@ -18,9 +18,9 @@ from autoshard import options as user_options
 from autoshard.frontiers import batches, devices
 from autoshard.frontiers import search as frontier_search
 from autoshard.meshes import mesh_function
-from autoshard.model.option_sets import growing
-from autoshard.model.pricing import late, price_lists, resharding_steps
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.option_sets import partial_problems
+from autoshard.model.pricing import formulation_deadline, price_lists, resharding_steps
+from autoshard.model.pricing.prices import PriceList
 from autoshard.options import options_of
 from autoshard.plans import limited_overlap
 from autoshard.propagation import rules_for
@@ -146,15 +146,15 @@ def test_a_budget_may_end_with_another():
 @pytest.fixture
 def pricing_clock(monkeypatch):
     """A clock of formulating's own, on which each group of equations takes so many seconds to price."""
-    times, price = SimpleNamespace(by=0.0, per_group=0.0, priced=0), Prices.group
+    times, price = SimpleNamespace(by=0.0, per_group=0.0, priced=0), PriceList.group
 
     def slow(prices, group):
         times.by += times.per_group
         times.priced += 1
         return price(prices, group)
 
-    monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + times.by))
-    monkeypatch.setattr(Prices, "group", slow)
+    monkeypatch.setattr(formulation_deadline, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + times.by))
+    monkeypatch.setattr(PriceList, "group", slow)
     return times
 
 
@@ -170,7 +170,7 @@ def test_the_clock_ends_formulating_with_a_plan(pricing_clock, monkeypatch, shap
     """A part is planned instead, in which all axes split one dim; the plan says so, and its bound stays true."""
     devices = math.prod(shape.values())
     mesh = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
-    monkeypatch.setattr(growing, "MOST_LAYOUTS", 0)
+    monkeypatch.setattr(partial_problems, "MOST_LAYOUTS", 0)
 
     def plan(seconds_per_group):
         pricing_clock.by, pricing_clock.per_group, pricing_clock.priced = 0.0, seconds_per_group, 0
@@ -233,7 +233,7 @@ def test_what_takes_long_to_price_once_ends_in_time(monkeypatch):
 
         return made
 
-    monkeypatch.setattr(late, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + clock.by))
+    monkeypatch.setattr(formulation_deadline, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + clock.by))
     for name in ("path", "path_whatever_is_whole"):
         monkeypatch.setattr(resharding_steps, name, slow(getattr(resharding_steps, name)))
     mesh = jax.sharding.AbstractMesh((2, 2, 2, 2), tuple("abcd"))

@@ -19,7 +19,9 @@ from autoshard.plans.plan import PlanData
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments
 
-Run = Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]  # of a compiled flat program, with a call's arguments
+CompiledCall = Callable[
+    [Callable[..., Any], tuple, dict[str, Any]], Any
+]  # of a compiled flat program, with a call's arguments
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class CompiledStep(jax.stages.Compiled):
 
     __slots__ = ("_flat", "_run")
 
-    def __init__(self, flat: jax.stages.Compiled, run: Run):
+    def __init__(self, flat: jax.stages.Compiled, run: CompiledCall):
         self._flat, self._run = flat, run
 
     def __getattribute__(self, name: str) -> Any:
@@ -111,7 +113,7 @@ class LoweredStep(jax.stages.Lowered):
 
     __slots__ = ("_flat", "_run")
 
-    def __init__(self, flat: jax.stages.Lowered, run: Run):
+    def __init__(self, flat: jax.stages.Lowered, run: CompiledCall):
         self._flat, self._run = flat, run
 
     def __getattribute__(self, name: str) -> Any:

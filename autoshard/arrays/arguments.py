@@ -77,7 +77,7 @@ def on_devices(type_: ArrayType) -> ArrayType:
     return (*type_[:3], False, type_[4]) if isinstance(type_, tuple) else type_
 
 
-def whole_type(type_: ArrayType, mesh: AbstractMesh) -> ArrayType:
+def replicated_type(type_: ArrayType, mesh: AbstractMesh) -> ArrayType:
     """The same array with a type that says it is whole on a mesh of Explicit axes."""
     if not isinstance(type_, tuple):
         return type_
@@ -160,7 +160,7 @@ def place(leaves: Sequence[Any], plan: PlanData, donated: frozenset[int]) -> lis
                 "Go on with what that call returned, as in `state, loss = step(state, batch)`, or do not donate it."
             )
         lies = getattr(leaf, "sharding", None)
-        stays = lies is sharding or lies == sharding or _is_alike(lies, sharding, leaf)
+        stays = lies is sharding or lies == sharding or _is_same_sharding(lies, sharding, leaf)
         if not stays and (i in donated or not _goes_to_one_device(leaf, lies, sharding)):
             placed[i] = _moved(leaf, sharding, plan.arguments[i].name, i in donated)
         elif i in donated and times[id(leaf)] > 1 and isinstance(leaf, jax.Array):
@@ -190,7 +190,7 @@ def place_captured(arrays: Sequence[Any], plan: PlanData) -> list[jax.Array]:
     return placed
 
 
-def _is_alike(lies: Any, sharding: NamedSharding, leaf: Any) -> bool:
+def _is_same_sharding(lies: Any, sharding: NamedSharding, leaf: Any) -> bool:
     """Whether two shardings are one type of explicit mode, which `jax.jit` does not compile anew for: P("x", None) and
     P("x")."""
     explicit = isinstance(lies, NamedSharding) and is_explicit(sharding.mesh) and lies.mesh == sharding.mesh
@@ -206,13 +206,13 @@ def _goes_to_one_device(leaf: Any, lies: Any, sharding: NamedSharding) -> bool:
     return isinstance(leaf, np.ndarray) and sharding.is_fully_addressable
 
 
-def lying_otherwise(leaves: Sequence[Any], plan: PlanData) -> dict[int, Any]:
+def unplanned_placements(leaves: Sequence[Any], plan: PlanData) -> dict[int, Any]:
     """Where the arrays lie that `place` leaves otherwise than planned, as far as `jax.jit` tells them apart."""
-    places = enumerate(zip(map(place_of, leaves), plan.flat_in_shardings, strict=True))
+    places = enumerate(zip(map(current_sharding, leaves), plan.flat_in_shardings, strict=True))
     return {i: lies for i, (lies, sharding) in places if lies is not sharding and lies != sharding}
 
 
-def place_of(leaf: Any) -> Any:
+def current_sharding(leaf: Any) -> Any:
     """The sharding of an array; of what lies on no device its type.
 
     >>> place_of(np.zeros(3))
@@ -234,7 +234,7 @@ def transforms_types(leaves: Sequence[Any]) -> bool:
 
 
 def run_transformed(step: Callable[..., tuple], leaves: Sequence[Any], mesh: Mesh) -> tuple:
-    """The flat results of `Step.transformed`, wherever the arrays behind the leaves lie.
+    """The flat results of `JittedStep.transformed`, wherever the arrays behind the leaves lie.
 
     An array under `jax.vmap` has more elements than its shape says. If it has to be moved, it can only be copied whole
     to all devices.

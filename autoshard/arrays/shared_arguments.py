@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autoshard.arrays.subtrees import Leaf, Part, argument_leaves, best_of, common_end, named_leaves, parts_like
+from autoshard.arrays.subtrees import (
+    ArgumentPart,
+    Leaf,
+    argument_leaves,
+    best_of,
+    common_suffix_length,
+    named_leaves,
+    parts_like,
+)
 from autoshard.errors import ArgumentError, ConflictError
 from autoshard.layout import Layout, spec_text
 from autoshard.plans.plan import PlacedArray, PlanData
@@ -23,7 +31,9 @@ def shared_layouts(program: Program, like: PlanData) -> dict[int, Layout]:
         ArgumentError: the steps share nothing; or an array of the other step's state has another type here.
         ConflictError: an argument may be one of several, which lie in different ways.
     """
-    search = _Search(program.name, like.name, argument_leaves(like), like.arguments, frozenset(like.carried))
+    search = _SharedArgumentSearch(
+        program.name, like.name, argument_leaves(like), like.arguments, frozenset(like.carried)
+    )
     found = search.shared(program_leaves(program))
     if not found:
         known = ", ".join(dict.fromkeys(leaf.keys[0] for leaf in search.there))
@@ -45,11 +55,11 @@ def shared_arguments(one: Program, other: Program) -> dict[int, int]:
     Raises:
         ArgumentError, ConflictError: as for `shared_layouts`.
     """
-    search = _Search(one.name, other.name, program_leaves(other), None, frozenset(other.carried))
+    search = _SharedArgumentSearch(one.name, other.name, program_leaves(other), None, frozenset(other.carried))
     return search.shared(program_leaves(one))
 
 
-class _Search:
+class _SharedArgumentSearch:
     """What to look for shared arguments in."""
 
     def __init__(
@@ -82,7 +92,7 @@ class _Search:
             found |= self.below((*prefix, key), inside)
         return found
 
-    def only(self, prefix: tuple[str, ...], parts: Sequence[Part], is_array: bool) -> Part | None:
+    def only(self, prefix: tuple[str, ...], parts: Sequence[ArgumentPart], is_array: bool) -> ArgumentPart | None:
         """The part that arguments below some keys are; None if there is none.
 
         Raises:
@@ -90,10 +100,10 @@ class _Search:
         """
         if is_array:
             parts = [part for part in parts if _is_namesake(prefix, part.keys)]
-        most = max((common_end(prefix, part.keys) for part in parts), default=0)
+        most = max((common_suffix_length(prefix, part.keys) for part in parts), default=0)
         parts = best_of(
             parts,
-            lambda part: common_end(prefix, part.keys) == most,
+            lambda part: common_suffix_length(prefix, part.keys) == most,
             lambda part: part.keys == prefix,
             lambda part: part.is_argument,
             lambda part: part.is_all,
@@ -103,13 +113,13 @@ class _Search:
             self.check_alike("/".join(prefix), parts[0], part)
         return parts[0] if parts else None
 
-    def check_alike(self, name: str, one: Part, other: Part) -> None:
+    def check_alike(self, name: str, one: ArgumentPart, other: ArgumentPart) -> None:
         for first, second in zip(one.leaves, other.leaves, strict=True):
             lie = [spec_text(self.placed[i].layout) if self.placed else str(i) for i in (first, second)]
             if lie[0] != lie[1]:
-                said = f", which lie as {lie[0]} and {lie[1]}" if self.placed else ""
+                layouts = f", which lie as {lie[0]} and {lie[1]}" if self.placed else ""
                 raise ConflictError(
-                    f"{name} of {self.here} may be {one.name} or {other.name} of {self.other}{said}.\n"
+                    f"{name} of {self.here} may be {one.name} or {other.name} of {self.other}{layouts}.\n"
                     f"Call the parameter as it is called there ({one.keys[-1]}), so that its name tells."
                 )
 
@@ -129,4 +139,4 @@ class _Search:
 
 def _is_namesake(some: Sequence[str], others: Sequence[str]) -> bool:
     """Whether one path ends as the other is: ``params/w`` and ``state/params/w``."""
-    return common_end(some, others) == min(len(some), len(others)) > 0
+    return common_suffix_length(some, others) == min(len(some), len(others)) > 0

@@ -13,14 +13,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
 
 from autoshard.arrays.arguments import put_on_mesh
-from autoshard.arrays.subtrees import Leaf, Part, argument_leaves, best_of, common_end, keys_of, parts_like
+from autoshard.arrays.subtrees import (
+    ArgumentPart,
+    Leaf,
+    argument_leaves,
+    best_of,
+    common_suffix_length,
+    keys_of,
+    parts_like,
+)
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import NO_MESH
 from autoshard.layout import spec_text, with_auto_axes
 from autoshard.plans.plan import PlanData
-from autoshard.program.flattening import returned_modules
+from autoshard.program.flattening import flat_results
 from autoshard.program.signature import static_places
-from autoshard.program.trees import Box
 
 _LISTED_PARTS = 5  # arrays or parts that a message names at most
 
@@ -76,26 +83,21 @@ def initialiser(plan: PlanData, init_fn: Callable[..., Any], args: Sequence[Any]
     mesh = _devices_of(plan)
     leaves, structure = jax.tree.flatten(tuple(args))
     traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
-    said: list[Any] = []  # what makes the result of its arrays, and the keys of these
+    rebuilders: list[Any] = []  # what makes the result of its arrays, and the keys of these
 
     def arrays_of(*given: Any) -> list[Any]:
         filled = list(leaves)
         for i, array in zip(traced, given, strict=True):
             filled[i] = array
-        result = init_fn(*jax.tree.unflatten(structure, filled))
-        if (modules := returned_modules(result)) is not None:
-            arrays, changes = modules
-            said[:] = [changes.result_of, list(map(keys_of, changes.result_paths))]
-            return arrays
-        box = Box.of(result)
-        said[:] = [box.tree.unflattened, list(map(keys_of, box.tree.array_paths))]
-        return list(box.leaves)
+        arrays, rebuilder = flat_results(init_fn(*jax.tree.unflatten(structure, filled)))
+        rebuilders[:] = [rebuilder.unflattened, list(map(keys_of, rebuilder.array_paths))]
+        return list(arrays)
 
     def given_on(mesh: Any) -> tuple[Any, ...]:
         return tuple(_on_mesh(leaves[i], mesh) for i in traced)
 
     shapes = jax.eval_shape(arrays_of, *given_on(mesh))
-    rebuilt, keys = said
+    rebuilt, keys = rebuilders
     wanted = [Leaf(path, one.shape, str(one.dtype)) for path, one in zip(keys, shapes, strict=True)]
     indices = _found(plan, wanted, "init_fn makes", Leaf.is_like, state_first=True)
     types = [
@@ -203,16 +205,16 @@ def _found(
     return [found[leaf] for leaf in wanted]
 
 
-def _ranked(plan: PlanData, parts: Collection[Part], state_first: bool) -> list[Part]:
+def _ranked(plan: PlanData, parts: Collection[ArgumentPart], state_first: bool) -> list[ArgumentPart]:
     """The parts that are likeliest: whole arguments first."""
 
-    def is_likely(part: Part) -> bool:
+    def is_likely(part: ArgumentPart) -> bool:
         return all((i in plan.carried) == state_first for i in part.leaves)
 
     return best_of(parts, is_likely, lambda part: part.is_argument, lambda part: part.is_all)
 
 
-def _only(plan: PlanData, parts: Sequence[Part], what: str) -> Part:
+def _only(plan: PlanData, parts: Sequence[ArgumentPart], what: str) -> ArgumentPart:
     """The first of the parts; any other lies as it does.
 
     Raises:
@@ -233,7 +235,7 @@ def _only(plan: PlanData, parts: Sequence[Part], what: str) -> Part:
 
 def _not_found(there: Sequence[Leaf], wanted: Sequence[Leaf], what: str, plan: PlanData) -> str:
     """What does not fit: an array that has a namesake of another type, or else all."""
-    namesakes = [(common_end(one.keys, other.keys), one, other) for one in wanted for other in there]
+    namesakes = [(common_suffix_length(one.keys, other.keys), one, other) for one in wanted for other in there]
     depth, one, other = max(
         ((depth, one, other) for depth, one, other in namesakes if not one.is_like(other)),
         key=lambda pair: pair[0],

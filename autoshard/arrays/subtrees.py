@@ -38,7 +38,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Part:
+class ArgumentPart:
     """A part of some arguments that holds what a pytree holds."""
 
     keys: Keys  # of the part; () is all arguments
@@ -89,7 +89,7 @@ def named_leaves(tree: Tree, arrays: Sequence[tuple[str, tuple[int, ...], str]])
 
 def parts_like(
     wanted: Sequence[Leaf], there: Sequence[Leaf], is_like: Callable[[Leaf, Leaf], bool] = Leaf.is_like
-) -> list[Part]:
+) -> list[ArgumentPart]:
     """Every part of `there` below which an array like each of `wanted` stands, under the same keys.
 
     >>> there = [Leaf(("state", name, "w"), (8,), "float32") for name in ("params", "mu")]
@@ -112,11 +112,11 @@ def parts_like(
         leaves = [index.get((*prefix, *one.keys)) for one in wanted]
         if all(i is not None and is_like(one, there[i]) for one, i in zip(wanted, leaves, strict=True)):
             indices = tuple(i for i in leaves if i is not None)
-            found.append(Part(prefix, indices, below[prefix] == len(wanted)))
+            found.append(ArgumentPart(prefix, indices, below[prefix] == len(wanted)))
     return found
 
 
-def best_of(parts: Iterable[Part], *ranks: Callable[[Part], bool]) -> list[Part]:
+def best_of(parts: Iterable[ArgumentPart], *ranks: Callable[[ArgumentPart], bool]) -> list[ArgumentPart]:
     """The parts that no other one beats: of two, the better is for which an earlier rank is true."""
     found = list(parts)
     for rank in ranks:
@@ -124,7 +124,7 @@ def best_of(parts: Iterable[Part], *ranks: Callable[[Part], bool]) -> list[Part]
     return found
 
 
-def common_end(some: Sequence[str], others: Sequence[str]) -> int:
+def common_suffix_length(some: Sequence[str], others: Sequence[str]) -> int:
     """How many keys two paths share from the inside out."""
     pairs = zip(reversed(some), reversed(others), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -10,13 +10,13 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-RAISES = False  # whether the caller gets the errors
+RAISES_ERRORS = False  # whether the caller gets the errors
 
 Made = TypeVar("Made")
 _LOG = logging.getLogger("autoshard")
 
 
-def made_or_none(what: str, make: Callable[[], Made | None]) -> Made | None:
+def result_or_none(what: str, make: Callable[[], Made | None]) -> Made | None:
     """What `make` returns; None if it fails.
 
     Args:
@@ -25,7 +25,7 @@ def made_or_none(what: str, make: Callable[[], Made | None]) -> Made | None:
     try:
         return make()
     except Exception:
-        if RAISES:
+        if RAISES_ERRORS:
             raise
         _LOG.warning("%s failed, by a fault of autoshard, and is left out. Please report this.", what, exc_info=True)
         return None

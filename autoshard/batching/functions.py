@@ -32,12 +32,15 @@ from autoshard.jaxprs import (
     is_kernel,
     on_host,
 )
-from autoshard.primitives import Work, facts_of, primitives_where
+from autoshard.primitives import FlopRule, facts_of, primitives_where
 from autoshard.remat.numbering import needed
 
 NUMBERS = 64  # elements: an array of so many counts as numbers, as the coefficients of a polynomial
 COSTLY = primitives_where(
-    lambda facts: facts.work in {Work.CONTRACTION, Work.FACTORIZATION, Work.TRIANGULAR_SOLVE, Work.TRIDIAGONAL_SOLVE}
+    lambda facts: (
+        facts.work
+        in {FlopRule.CONTRACTION, FlopRule.FACTORIZATION, FlopRule.TRIANGULAR_SOLVE, FlopRule.TRIDIAGONAL_SOLVE}
+    )
 )
 # What says how arrays lie, or is to be computed where it stands.
 _STAYS = CONSTRAINTS | HIDDEN_BODIES | {"custom_partitioning", "device_put", "optimization_barrier", "shard_map"}
@@ -69,13 +72,13 @@ class ArrayFunction:
         for var in self.numbers:
             places[var] = len(places)
         types = [str(aval_of(var)) for var in places]
-        said = []
+        shapes = []
         for eqn in self.equations:
             operands = tuple(_literal(atom) if isinstance(atom, Literal) else places[atom] for atom in eqn.invars)
-            said.append((eqn.primitive.name, operands, _text(eqn.params)))
+            shapes.append((eqn.primitive.name, operands, _text(eqn.params)))
             for var in eqn.outvars:
                 places[var] = len(places)
-        return tuple(types), tuple(said), tuple(places[var] for var in self.results)
+        return tuple(types), tuple(shapes), tuple(places[var] for var in self.results)
 
     @cached_property
     def elements(self) -> int:
@@ -131,10 +134,10 @@ class ArrayFunction:
 
 def costly_functions(jaxpr: Jaxpr) -> list[ArrayFunction]:
     """The functions of one array in a jaxpr, plain calls opened, that multiply or factorise matrices."""
-    return _Walk(jaxpr).functions()
+    return _FunctionWalk(jaxpr).functions()
 
 
-class _Walk:
+class _FunctionWalk:
     """One walk over a jaxpr, which finds what is made of one array alone.
 
     A few numbers that come from elsewhere, as the scale that clips all gradients, may go into a function, too. They
@@ -210,15 +213,15 @@ def is_costly(eqn: JaxprEqn) -> bool:
     return any(is_costly(one) for closed in inner for one in closed.jaxpr.eqns)
 
 
-def may_have_some(jaxpr: Jaxpr, known: dict[int, bool] | None = None) -> bool:
+def may_have_costly_functions(jaxpr: Jaxpr, known: dict[int, bool] | None = None) -> bool:
     """Whether a jaxpr may have such functions: it factorises a matrix, or multiplies an array with itself."""
     known = {} if known is None else known
     if id(jaxpr) not in known:
-        known[id(jaxpr)] = _may_have_some(jaxpr, known)
+        known[id(jaxpr)] = _may_have_costly_functions(jaxpr, known)
     return known[id(jaxpr)]
 
 
-def _may_have_some(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
+def _may_have_costly_functions(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
     viewed: dict[Any, Any] = {}  # an array -> the one that it is a view of
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
@@ -226,13 +229,13 @@ def _may_have_some(jaxpr: Jaxpr, known: dict[int, bool]) -> bool:
             if left is right and left is not None:
                 return True
         elif eqn.primitive.name in COSTLY:
-            if facts_of(eqn.primitive.name).work is not Work.CONTRACTION:
+            if facts_of(eqn.primitive.name).work is not FlopRule.CONTRACTION:
                 return True
         elif facts_of(eqn.primitive.name).passes_on and isinstance(eqn.invars[0], Var):
             viewed[eqn.outvars[0]] = viewed.get(eqn.invars[0], eqn.invars[0])
         called = called_jaxpr(eqn) if eqn.primitive.name not in HIDDEN_BODIES else None
         inner = [called] if called is not None else inner_jaxprs(eqn)
-        if any(may_have_some(closed.jaxpr, known) for closed in inner):
+        if any(may_have_costly_functions(closed.jaxpr, known) for closed in inner):
             return True
     return False
 

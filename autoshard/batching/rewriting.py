@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autoshard.batching.functions import ArrayFunction, costly_functions, may_have_some
+from autoshard.batching.functions import ArrayFunction, costly_functions, may_have_costly_functions
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Var, aval_of, call_of, equations_of, evaluated
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.program.user_code import source_of
 from autoshard.remat.numbering import needed
 
@@ -34,7 +34,7 @@ class BatchedFunctions:
     @classmethod
     def of(cls, closed: ClosedJaxpr) -> BatchedFunctions | None:
         """Those of a step; None if it has none."""
-        if not may_have_some(closed.jaxpr):
+        if not may_have_costly_functions(closed.jaxpr):
             return None
         plain = opened(closed)
         alike = defaultdict[Any, list[ArrayFunction]](list)
@@ -64,13 +64,13 @@ class BatchedFunctions:
 
     def remark(self, multiple: int) -> str:
         """What is stacked, in words."""
-        said = [
+        stacks = [
             f"{len(group)} arrays of {aval_of(group[0].root).str_short(short_dtypes=True)}"
             + (f" in a stack of {_rounded(len(group), multiple)}" * (len(group) % multiple > 0))
             + (f" at {source}" if (source := source_of(group[0].equations[-1])) else "")
             for group in self.groups
         ]
-        return f"what is computed of each matrix by itself is computed of stacks of them: {'; '.join(said)}."
+        return f"what is computed of each matrix by itself is computed of stacks of them: {'; '.join(stacks)}."
 
     def call(self, group: Sequence[ArrayFunction], multiple: int) -> JaxprEqn:
         """One equation that computes what all functions of a group do."""

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.compiled.module import Instruction, Module, attribute, operands, said, shape_bytes
+from autoshard.compiled.module import Instruction, Module, attribute, operands, required_attribute, shape_bytes
 from autoshard.errors import MeshError
 from autoshard.layout import MeshShape
 from autoshard.mesh.collectives import Collective
@@ -110,7 +110,7 @@ def read_collectives(
 
 
 @dataclass(frozen=True)
-class Part:
+class CollectivePart:
     """A collective, or one of the instructions that it stands in."""
 
     collective: Collective  # with all runs of this instruction
@@ -148,7 +148,7 @@ def collectives_in(
     mesh_shape: MeshShape,
     device_order: Sequence[int] | None = None,
     device_ids: Sequence[int] | None = None,
-) -> Iterator[Part]:
+) -> Iterator[CollectivePart]:
     """Every instruction of a module in which a collective stands, in program order; see `read_collectives`."""
     lines = source_lines(hlo_text)
     devices = math.prod(mesh_shape.values())
@@ -173,17 +173,17 @@ def collectives_in(
         scatters = opcode == "all-reduce" and computation.startswith("all-reduce-scatter")
         if scatters:
             kind, size = "reduce_scatter", size // groups.shape[-1]
-        said = _named_by(module, computation, instruction).rest
-        name = re.search(r'op_name="([^"]*)"', said)
+        attributes = _named_by(module, computation, instruction).rest
+        name = re.search(r'op_name="([^"]*)"', attributes)
         channel = attribute(instruction.rest, "channel_id")
         begun[channel] += _BEGINS in instruction.rest
-        yield Part(
+        yield CollectivePart(
             Collective(
                 kind,
                 axes,
                 size * runs,
                 runs,
-                _source_line(said, lines),
+                _source_line(attributes, lines),
                 name[1] if name else "",
                 is_per_turn=module.is_in_endless_loop(computation),
             ),
@@ -191,7 +191,7 @@ def collectives_in(
             instruction,
             channel=channel,
             begun=begun[channel],
-            frame=attribute(said, "stack_frame_id"),
+            frame=attribute(attributes, "stack_frame_id"),
             rotates=opcode == "collective-permute" and len(groups) == partitions,
             whole=scatters or all(by.opcode != "fusion" for _, by in module.around(computation)),
         )
@@ -232,8 +232,8 @@ def _windowed(turns: Sequence[_WindowStep], places: int) -> Iterator[Collective]
 
 def rendezvous(instruction: Instruction) -> str | None:
     """The name that a ``send`` and the ``recv`` of what comes back have in common."""
-    said = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.rest)
-    return said and said[1]
+    match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.rest)
+    return match and match[1]
 
 
 def equation_of(why: str) -> int | None:
@@ -329,8 +329,8 @@ def _axes(groups: np.ndarray, mesh_shape: MeshShape) -> tuple[str, ...]:
 
 def _partitions(hlo_text: str) -> int | None:
     """How many devices a module is for, if it says so; on several slices, how many one slice has."""
-    said = re.search(r"\bnum_partitions=(\d+)", hlo_text.partition("\n")[0])
-    return int(said[1]) if said else None
+    match = re.search(r"\bnum_partitions=(\d+)", hlo_text.partition("\n")[0])
+    return int(match[1]) if match else None
 
 
 def _between_slices(instruction: Instruction, places: Mapping[int, int]) -> tuple[str, np.ndarray]:
@@ -339,7 +339,7 @@ def _between_slices(instruction: Instruction, places: Mapping[int, int]) -> tupl
     ``"{1,2}x{0:3}"`` is each of the chips 0 to 3 of slices 1 and 2, ``{{100000,200000},...}`` chip 0 of both, and
     ``{{100000->200000}}`` goes from one to the other.
     """
-    said = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+    match = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
     target = instruction.rest.partition("_xla_megascale_target=")[2]
     if every := re.match(r'"\{([\d,]+)\}x\{(\d+):(\d+)\}"', target):
         slices, chips = [int(n) for n in every[1].split(",")], range(int(every[2]), int(every[3]) + 1)
@@ -348,12 +348,12 @@ def _between_slices(instruction: Instruction, places: Mapping[int, int]) -> tupl
         groups = [[int(n) for n in re.findall(r"\d+", group)] for group in re.findall(r"\{([^}]+)\}", listed[1])]
     else:
         groups = None
-    if said is None or said[1] not in _BETWEEN_SLICES or groups is None or len({len(group) for group in groups}) > 1:
+    if match is None or match[1] not in _BETWEEN_SLICES or groups is None or len({len(group) for group in groups}) > 1:
         raise MeshError(f"cannot read what goes on between slices in: {instruction.name} = {instruction.rest[:600]}")
     if unknown := {device for group in groups for device in group} - places.keys():
         raise MeshError(f"the module talks to devices {sorted(unknown)}, which the mesh does not have")
     found = np.array([[places[device] for device in group] for group in groups], dtype=int)
-    return _BETWEEN_SLICES[said[1]], found.reshape(len(groups), len(groups[0]) if groups else 0)
+    return _BETWEEN_SLICES[match[1]], found.reshape(len(groups), len(groups[0]) if groups else 0)
 
 
 def _result_shape(instruction: Instruction) -> str:
@@ -407,8 +407,8 @@ def source_lines(hlo_text: str) -> dict[int, str]:
             table[int(number)] = entry
 
     def place(frame: int) -> tuple[str, str]:
-        location = tables["FileLocations"][int(said(tables["StackFrames"][frame], "file_location_id"))]
-        file = tables["FileNames"][int(said(location, "file_name_id"))].strip('"')
+        location = tables["FileLocations"][int(required_attribute(tables["StackFrames"][frame], "file_location_id"))]
+        file = tables["FileNames"][int(required_attribute(location, "file_name_id"))].strip('"')
         return file, f"{file.rsplit('/', 1)[-1]}:{attribute(location, 'line')}"
 
     places = {}
@@ -420,7 +420,9 @@ def source_lines(hlo_text: str) -> dict[int, str]:
             if "site-packages" not in file:
                 places[frame] = line
                 break
-            caller = int(said(tables["StackFrames"][caller], "parent_frame_id")) - 1  # XLA counts these from 1 on
+            caller = (
+                int(required_attribute(tables["StackFrames"][caller], "parent_frame_id")) - 1
+            )  # XLA counts these from 1 on
     return places
 
 

@@ -23,7 +23,7 @@ from autoshard.solver.verify import fits
 
 REPLANS = 2  # at most: each takes a search and a compilation
 # Shares of the last predicted peak that a next plan is predicted to fill at most.
-TIGHTER = 0.95  # always, so that it is another plan
+LEANER_PEAK_SHARE = 0.95  # always, so that it is another plan
 CORRECTED_SHARE = 0.98  # of the limit, once predictions are corrected: what a faster plan is predicted to fill at most
 OUT_OF_MEMORY = 0.7  # where the compiler ran out of memory and does not say by how much
 
@@ -33,7 +33,7 @@ Compiler = Callable[[AnyPlan], jax.stages.Compiled]
 
 PAGE_BYTES = 4096  # buffers are rounded, flags and counters added: less than that says nothing of whether a plan fits
 ROUNDING_SHARE = 0.1  # of a limit of a few pages: by more than that a plan is over, be it less than a page
-UNTRIED = ("remat='auto'",)  # what a train step may hold less by, where nobody says what was asked for
+UNTRIED_MEMORY_OPTIONS = ("remat='auto'",)  # what a train step may hold less by, where nobody says what was asked for
 
 
 class MemoryWarning(UserWarning):
@@ -52,7 +52,7 @@ def within_limit(
     replanned: Callable[[float], AnyPlan | None],
     agreed: Callable[[int, float | None], float | None] = lambda number, peak: peak,
     roomier: Callable[[float], AnyPlan | None] | None = None,
-    untried: Sequence[str] = UNTRIED,
+    untried: Sequence[str] = UNTRIED_MEMORY_OPTIONS,
 ) -> AnyPlan:
     """The first of up to `1 + REPLANS` plans that fits as compiled, with its `compiled_peak`; else the leanest of them.
 
@@ -115,7 +115,7 @@ def confirmed(
     error: MemoryLimitError,
     leanest: Callable[[], AnyPlan | None],
     compiled: Compiler,
-    untried: Sequence[str] = UNTRIED,
+    untried: Sequence[str] = UNTRIED_MEMORY_OPTIONS,
 ) -> MemoryLimitError:
     """An error that names a limit which holds once compiled: the one it came with, or the compiled peak of its plan.
 
@@ -173,7 +173,7 @@ def _next_target(predicted: float, peak: float, limit: float, *, is_first: bool)
     if math.isinf(peak):
         return OUT_OF_MEMORY * predicted
     corrected = limit * predicted / peak if is_first else _corrected(predicted, peak, limit)
-    return max(0, min(TIGHTER * predicted, corrected))
+    return max(0, min(LEANER_PEAK_SHARE * predicted, corrected))
 
 
 def _corrected(predicted: float, peak: float, limit: float) -> float:
@@ -215,7 +215,7 @@ def _text(peak: float) -> str:
     return "more than the compiler may use" if math.isinf(peak) else bytes_text(peak)
 
 
-def _advice(peak: float, untried: Sequence[str] = UNTRIED) -> str:
+def _advice(peak: float, untried: Sequence[str] = UNTRIED_MEMORY_OPTIONS) -> str:
     """What to try where no plan holds so little.
 
     >>> _advice(5 * 2**30 - 1)

@@ -32,12 +32,12 @@ class Instruction:
     @property
     def cycles(self) -> int:
         """For how many cycles XLA expects a TPU to compute; 0 on CPU and GPU, and where XLA has no figure."""
-        return 0 if self.is_unestimated else self._said_cycles
+        return 0 if self.is_unestimated else self._noted_cycles
 
     @property
     def is_unestimated(self) -> bool:
         """Whether XLA writes the largest integer for its cycles, since it does not know them."""
-        return self._said_cycles >= _NO_FIGURE
+        return self._noted_cycles >= _NO_FIGURE
 
     @property
     def has_estimate(self) -> bool:
@@ -45,9 +45,9 @@ class Instruction:
         return '"estimated_cycles"' in self.rest
 
     @property
-    def _said_cycles(self) -> int:
-        said = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(said[1]) if said else 0
+    def _noted_cycles(self) -> int:
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,10 @@ class Module:
     def callees(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
         """The computations an instruction runs, and how often each."""
         if instruction.opcode == "while":
-            condition, body = said(instruction.rest, "condition"), said(instruction.rest, "body")
+            condition, body = (
+                required_attribute(instruction.rest, "condition"),
+                required_attribute(instruction.rest, "body"),
+            )
             trips = self.trips(instruction, condition, body)
             if trips is None:
                 self.endless.update((condition, body))
@@ -126,10 +129,10 @@ class Module:
             if branches:
                 names = [name.strip().lstrip("%") for name in branches[1].split(",")]
             else:
-                names = [said(instruction.rest, f"{which}_computation") for which in ("true", "false")]
+                names = [required_attribute(instruction.rest, f"{which}_computation") for which in ("true", "false")]
             yield from ((name, 1) for name in names)
         elif instruction.opcode.removesuffix("-start") in ("async", "call", "fusion"):
-            yield attribute(instruction.rest, "to_apply") or said(instruction.rest, "calls"), 1
+            yield attribute(instruction.rest, "to_apply") or required_attribute(instruction.rest, "calls"), 1
 
     def is_in_endless_loop(self, computation: str) -> bool:
         """Whether a computation that has been reached is part of a loop that turns nobody knows how often."""
@@ -145,7 +148,7 @@ class Module:
             return None
         compare = list(self.computations[condition])
         for fusion in [instruction for instruction in compare if instruction.opcode == "fusion"]:
-            compare += self.computations[said(fusion.rest, "calls")]
+            compare += self.computations[required_attribute(fusion.rest, "calls")]
         limits = [number for i in compare if (number := _scalar(i)) is not None]
         directions = [attribute(i.rest, "direction") for i in compare if i.opcode == "compare"]
         if len(limits) != 1 or len(directions) != 1 or directions[0] not in ("LT", "LE"):
@@ -156,12 +159,12 @@ class Module:
     def ending(self, computation: str) -> Instruction:
         """What makes the result of a computation, inside of fusions."""
         last = self.computations[computation][-1]
-        return self.ending(said(last.rest, "calls")) if last.opcode == "fusion" else last
+        return self.ending(required_attribute(last.rest, "calls")) if last.opcode == "fusion" else last
 
     def step(self, condition: str, body: str) -> int:
         """What a loop adds to its counter in each turn; XLA unrolls some loops by two."""
         tests = self.computations[condition]
-        counters = {said(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
+        counters = {required_attribute(i.rest, "index") for i in tests if i.opcode == "get-tuple-element"}
         inside = self.inside(body)
         root = self.computations[body][-1]
         if len(counters) != 1 or root.opcode != "tuple":
@@ -185,7 +188,7 @@ def attribute(rest: str, key: str) -> str | None:
     return match[1] if match else None
 
 
-def said(rest: str, key: str) -> str:
+def required_attribute(rest: str, key: str) -> str:
     """An attribute that is there."""
     found = attribute(rest, key)
     assert found is not None, f"{key} is part of: {rest[:200]}"

@@ -13,7 +13,16 @@ import re
 from collections.abc import Iterator, Mapping
 
 from autoshard.compiled.collectives import KINDS
-from autoshard.compiled.module import Instruction, Module, attribute, dims_of, dtype_of, operands, said, shape_bytes
+from autoshard.compiled.module import (
+    Instruction,
+    Module,
+    attribute,
+    dims_of,
+    dtype_of,
+    operands,
+    required_attribute,
+    shape_bytes,
+)
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import H100
 from autoshard.model.xla.gpu.factorizations import CALLS, LIBRARIES
@@ -56,7 +65,7 @@ class Roofline:
             scratch = instruction.opcode == "custom-call" and instruction.shape.startswith("(")
             yield shape_bytes(instruction.shape.partition("]")[0] + "]" if scratch else instruction.shape)
             return
-        body = said(instruction.rest, "calls")
+        body = required_attribute(instruction.rest, "calls")
         inside = self.module.inside(body)
         yield from (self._read(one, inside) for one in inside.values() if one.opcode == "parameter")
         root = self.module.computations[body][-1]
@@ -85,7 +94,7 @@ class Roofline:
     def _computed(self, computation: str, instruction: Instruction) -> Iterator[float]:
         """Seconds of each product."""
         if instruction.opcode == "fusion":
-            body = said(instruction.rest, "calls")
+            body = required_attribute(instruction.rest, "calls")
             for one in self.module.computations[body]:
                 if one.opcode in ("dot", "convolution", "sort"):
                     yield from self._computed(body, one)

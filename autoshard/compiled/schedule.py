@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autoshard.compiled.collectives import Part, collectives_in, rendezvous
+from autoshard.compiled.collectives import CollectivePart, collectives_in, rendezvous
 from autoshard.compiled.host_transfers import host_transfer
 from autoshard.compiled.module import Instruction, Module, attribute, max_elements, operands, shape_bytes
 from autoshard.compiled.roofline import Roofline
@@ -39,7 +39,7 @@ _MOVES = ("AllocateBuffer", "ConcatBitcast", "X64Combine", "X64SplitHigh", "X64S
 
 
 @dataclass(frozen=True)
-class Schedule:
+class CompiledSchedule:
     """Seconds of one step on one device."""
 
     compute_seconds: float
@@ -58,7 +58,7 @@ def schedule_of(
     topology: Topology,
     clock: float | None,
     device_ids: Sequence[int] | None = None,
-) -> Schedule:
+) -> CompiledSchedule:
     """The schedule of a module compiled for TPU or GPU.
 
     Args:
@@ -77,7 +77,7 @@ def schedule_of(
     simulation.run(module.entry, 1)
     exposed = {kind: simulation.exposed[kind] for kind in simulation.communication}
     unestimated = () if clock is None else tuple(dict.fromkeys(_unestimated(module)))
-    return Schedule(simulation.compute, dict(simulation.communication), exposed, unestimated)
+    return CompiledSchedule(simulation.compute, dict(simulation.communication), exposed, unestimated)
 
 
 def _unestimated(module: Module) -> Iterator[str]:
@@ -136,9 +136,9 @@ class _Simulation:
         self.communication: dict[str, float] = Counter()  # type: ignore[assignment]  # whose stubs count in int
         self.exposed: dict[str, float] = Counter()  # type: ignore[assignment]  # as well
 
-    def place(self, parts: Iterable[Part]) -> None:
+    def place(self, parts: Iterable[CollectivePart]) -> None:
         """Finds where collectives begin and end; a part that runs more often than the other parts is left out."""
-        together: dict[Hashable, list[Part]] = defaultdict(list)
+        together: dict[Hashable, list[CollectivePart]] = defaultdict(list)
         for part in parts:
             together[part.key or len(together)].append(part)
         for same in together.values():
@@ -192,7 +192,7 @@ class _Simulation:
                 return one.name
         return start.name
 
-    def _seconds(self, part: Part) -> float:
+    def _seconds(self, part: CollectivePart) -> float:
         """Seconds of one run. In a windowed einsum every device hands on to the next, over all links at once."""
         one = part.collective
         if part.is_turn:

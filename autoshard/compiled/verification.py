@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard.compiled.collectives import equation_of, peak_bytes, read_collectives, source_lines
-from autoshard.compiled.schedule import Schedule, schedule_of
+from autoshard.compiled.schedule import CompiledSchedule, schedule_of
 from autoshard.errors import MeshError
 from autoshard.layout import local_shape
 from autoshard.mesh.chips import chip_of
@@ -30,7 +30,7 @@ from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.report.plan_sections import collectives as collectives_section
-from autoshard.report.section import Bytes, Column, Names, Phrase, Piece, Row, Seconds, Section
+from autoshard.report.section import Bytes, Column, NameList, Phrase, Piece, Row, Seconds, Section
 from autoshard.report.text import text_of
 
 _TOLERANCE = 0.20  # share by which the peak may be off
@@ -64,7 +64,7 @@ class CompiledProgram:
     collectives: tuple[Collective, ...]
     peak_bytes: int
     rematerializations: tuple[Rematerialization, ...]
-    schedule: Schedule | None  # of TPU and GPU programs
+    schedule: CompiledSchedule | None  # of TPU and GPU programs
 
     def named(self, program: Program) -> CompiledProgram:
         """The same with reasons in the words of the program that was compiled."""
@@ -89,7 +89,7 @@ class Verification:
     rematerializations: tuple[Rematerialization, ...]
     unpredicted: str = ""  # why nothing is predicted, if so
     predicted_seconds: float = 0.0  # of the compiled program, in which loops of unknown length turn once
-    schedule: Schedule | None = None  # what it takes on TPU by XLA's own estimate, on GPU by a roofline
+    schedule: CompiledSchedule | None = None  # what it takes on TPU by XLA's own estimate, on GPU by a roofline
 
     @property
     def collectives_agree(self) -> bool:
@@ -123,7 +123,7 @@ class Verification:
         rows: list[Row] = []
         for kind, axes in sorted(self.predicted.keys() | self.actual.keys()):
             foreseen, found = (side.get((kind, axes), 0) for side in (self.predicted, self.actual))
-            rows.append((kind, Names(axes), *self._beside(foreseen, found, foreseen == found)))
+            rows.append((kind, NameList(axes), *self._beside(foreseen, found, foreseen == found)))
         rows.append(("peak memory", "", *self._beside(self.predicted_peak, self.actual_peak, self.memory_agrees)))
         if self.schedule:
             predicted = "" if self.unpredicted else Seconds(self.predicted_seconds)

@@ -20,7 +20,7 @@ _LISTED_CHANGES = 20  # changes that a text lists at most
 
 
 @dataclass(frozen=True)
-class Change:
+class PlanChange:
     """One thing that two plans say otherwise."""
 
     what: str  # "state/params/w float32[64, 64]"
@@ -28,7 +28,7 @@ class Change:
     after: str  # what the second says
 
 
-def changes_of(before: PlanData, after: PlanData) -> tuple[Change, ...]:
+def changes_of(before: PlanData, after: PlanData) -> tuple[PlanChange, ...]:
     """What the second plan decides otherwise than the first; () if they are the same plan.
 
     Where the programs differ, inner values cannot be told apart: the collectives then say what changed inside.
@@ -46,7 +46,7 @@ def changes_of(before: PlanData, after: PlanData) -> tuple[Change, ...]:
     return tuple(changes)
 
 
-def text_of_changes(changes: Sequence[Change], before: str, after: str) -> str:
+def text_of_changes(changes: Sequence[PlanChange], before: str, after: str) -> str:
     """One line per change, the longest lists cut.
 
     Args:
@@ -58,10 +58,10 @@ def text_of_changes(changes: Sequence[Change], before: str, after: str) -> str:
     return "\n".join(lines + [f"  and {rest} more"] * (rest > 0))
 
 
-def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterable[Change]:
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterable[PlanChange]:
     for what in {**before, **after}:
         if before.get(what) != after.get(what):
-            yield Change(what, before.get(what, _ABSENT), after.get(what, _ABSENT))
+            yield PlanChange(what, before.get(what, _ABSENT), after.get(what, _ABSENT))
 
 
 def _layouts(arrays: Iterable[PlacedArray], kind: str = "") -> dict[str, str]:
@@ -78,7 +78,7 @@ def _totals(collectives: Iterable[Collective]) -> dict[str, str]:
     return {what: f"{count} with {size:,} bytes" for what, (count, size) in found.items()}
 
 
-def _inner_changes(before: Annotations, after: Annotations) -> Iterable[Change]:
+def _inner_changes(before: Annotations, after: Annotations) -> Iterable[PlanChange]:
     """How many inner values lie, and are read, otherwise."""
     kinds: dict[str, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {
         "inner values": (before.homes, after.homes),
@@ -90,4 +90,4 @@ def _inner_changes(before: Annotations, after: Annotations) -> Iterable[Change]:
     for what, (first, second) in kinds.items():
         others = sum(first.get(key) != second.get(key) for key in {**first, **second})
         if others:
-            yield Change(f"{others} {what}", "one way", "another way")
+            yield PlanChange(f"{others} {what}", "one way", "another way")

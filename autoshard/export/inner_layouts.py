@@ -14,7 +14,7 @@ from autoshard.export.containers import literal
 from autoshard.export.operations_code import literal_spec, operations_code
 from autoshard.layout import Layout, replicated, spec_text
 from autoshard.lower.constraints import constraints_of
-from autoshard.lower.on_shards import Split, local_params, may_run_on_shards, runs_on_shards, wants_of
+from autoshard.lower.on_shards import EquationSplit, local_params, may_run_on_shards, runs_on_shards, wants_of
 from autoshard.mesh.resharding import stops
 from autoshard.model.equations import folds_by_hand, is_lookup
 from autoshard.operations.primitive import OPERATION
@@ -29,7 +29,7 @@ Chain = tuple[Layout, ...]  # constraints, one after the other
 
 
 @dataclass(frozen=True)
-class Row:
+class InnerRow:
     """One row of the table; see `standalone.Inner`."""
 
     path: tuple[Any, ...]
@@ -47,19 +47,21 @@ class Row:
 
     def text(self) -> str:
         """As code: ``(3,): Inner("dot_general", makes={0: [P("data")]}),  # train.py:41``."""
-        said = [literal(self.primitive)] if self.primitive else []
+        arguments = [literal(self.primitive)] if self.primitive else []
         if self.reads:
-            said.append(_dict("reads", {i: f"({flag}, {_specs(chain)})" for i, (flag, chain) in self.reads.items()}))
+            arguments.append(
+                _dict("reads", {i: f"({flag}, {_specs(chain)})" for i, (flag, chain) in self.reads.items()})
+            )
         if self.makes:
-            said.append(_dict("makes", {i: _specs(chain) for i, chain in self.makes.items()}))
+            arguments.append(_dict("makes", {i: _specs(chain) for i, chain in self.makes.items()}))
         if self.copies:
-            said.append(_dict("copies", {i: _specs(chain) for i, chain in self.copies.items()}))
+            arguments.append(_dict("copies", {i: _specs(chain) for i, chain in self.copies.items()}))
         if self.lies:
             pairs = {i: f"({spec_text(home)}, {copy and spec_text(copy)})" for i, (home, copy) in self.lies.items()}
-            said.append(_dict("lies", pairs))
+            arguments.append(_dict("lies", pairs))
         if self.on_shards:
-            said.append(f"on_shards={self.on_shards}")
-        return f"{literal(self.path)}: Inner({', '.join(said)}),{f'  # {self.line}' if self.line else ''}"
+            arguments.append(f"on_shards={self.on_shards}")
+        return f"{literal(self.path)}: Inner({', '.join(arguments)}),{f'  # {self.line}' if self.line else ''}"
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,10 @@ class InnerLayouts:
     """What a plan says inside a step."""
 
     equations: int  # how many the step's own jaxpr has
-    rows: tuple[Row, ...]
+    rows: tuple[InnerRow, ...]
     merged: Mapping[tuple, int]
     left_to_xla: tuple[str, ...]  # operations that the plan runs on shards, and the table does not
-    departure: str = ""  # why the operations of the step are written out; "": JAX makes them of the step
+    reason_written_out: str = ""  # why the operations of the step are written out; "": JAX makes them of the step
     operations: str = ""  # their code
     modules: frozenset[str] = frozenset()  # that this code takes names from
     static: Mapping[str | int, str] = field(default_factory=dict)  # arguments that this code was made with, as texts
@@ -91,7 +93,7 @@ class InnerLayouts:
         )
 
 
-def departure(program: Program) -> str:
+def reason_written_out(program: Program) -> str:
     """Why the jaxpr that was planned is not the one that JAX makes of the step; "" where it is."""
     if program.microbatches > 1:
         return "the step runs in microbatches"
@@ -108,9 +110,9 @@ def departure(program: Program) -> str:
     return ""
 
 
-def why_none(program: Program) -> str:
+def reason_without_table(program: Program) -> str:
     """Why a program has no table; "" where it may have one."""
-    if None in program.constant_places or (program.captured and departure(program)):
+    if None in program.constant_places or (program.captured and reason_written_out(program)):
         return "calls inside the step close over large arrays; pass them as arguments"
     if program.changes is not None and not program.changes.keeps_graphs:
         return "the step adds variables to its nnx modules, or takes some away"
@@ -132,7 +134,7 @@ def inner_layouts(program: Program, plan: PlanData, types_all: bool = False) -> 
     """
     table = _Table(program, plan)
     rows = [row for row in table.rows() if row.says_something]
-    why = departure(program)
+    why = reason_written_out(program)
     written, modules = operations_code(program.jaxpr, plan.mesh.shape) if why else ("", frozenset[str]())
     left = tuple(dict.fromkeys(table.left))
     static = {name: text_of_value(value) for name, value in program.static.items()} if why else {}
@@ -177,48 +179,52 @@ class _Table:
         self.has_modules = program.changes is not None  # `nnx.jit` gets no shardings, so the table has all of them
         self.left: list[str] = []
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[InnerRow]:
         for i, (value, placed) in enumerate(zip(self.program.own_arguments, self.plan.arguments, strict=True)):
-            said = self.made([value])
+            constraints = self.made([value])
             if self.has_modules and placed.layout:
-                said["makes"] = {0: (placed.layout,)}
-            yield Row(("argument", i), "", value.name, **said)
+                constraints["makes"] = {0: (placed.layout,)}
+            yield InnerRow(("argument", i), "", value.name, **constraints)
         large = self.program.arguments[len(self.program.own_arguments) :]
         for place, value in zip(self.program.constant_places, large, strict=True):
             home = self.home(value)
             row = self.made([value])
-            yield Row(("constant", place), "", value.name, **{**row, "makes": {0: (home,)} if home else {}})
+            yield InnerRow(("constant", place), "", value.name, **{**row, "makes": {0: (home,)} if home else {}})
         others = (i for i in itertools.count() if i not in self.program.constant_places)
         for place, value in zip(others, self.program.constants, strict=False):
-            yield Row(("constant", place), **self.made([value]))
+            yield InnerRow(("constant", place), **self.made([value]))
         for equation in self.program.equations:
             yield self.row(equation)
         for i, (result, placed) in enumerate(zip(self.program.results, self.plan.results, strict=True)):
             home = self.home(result)
             if home and (home != placed.layout or self.has_modules):
                 chain = self.chain(home, placed.layout) if home != placed.layout else (home,)
-                yield Row(("result", i), "", placed.name, reads={0: (False, chain)})
+                yield InnerRow(("result", i), "", placed.name, reads={0: (False, chain)})
 
-    def row(self, equation: Equation) -> Row:
+    def row(self, equation: Equation) -> InnerRow:
         line, name = str(equation.source or ""), equation.primitive
         if name in _BOUNDARIES:
-            return Row(equation.path, "", line, reads=self.reads(equation), **self.made(equation.outputs))
+            return InnerRow(equation.path, "", line, reads=self.reads(equation), **self.made(equation.outputs))
         if name == STENCIL:  # its operands are those of equations before it
             self.left.append(f"a stencil at {line}")
             made = self.made(equation.outputs)
             place = {0: equation.params["output"]}
-            moved: dict[str, Any] = {kind: {place[i]: one for i, one in said.items()} for kind, said in made.items()}
-            return Row(equation.path, "", line, **moved)
+            moved: dict[str, Any] = {
+                kind: {place[i]: one for i, one in by_place.items()} for kind, by_place in made.items()
+            }
+            return InnerRow(equation.path, "", line, **moved)
         if UNPADDED in equation.params or WRAPS in equation.params:  # as the code has it, the array is padded
             self.left.append(f"a convolution over a padded array at {line}")
-            return Row(equation.path, "", line, **self.made(equation.outputs if WRAPS in equation.params else ()))
+            return InnerRow(equation.path, "", line, **self.made(equation.outputs if WRAPS in equation.params else ()))
         if name == OPERATION:  # which may stand for a plain transform
             name = ""
         on_shards, reads = self.on_shards(equation), self.reads(equation)
         if on_shards is None:
             whole = [self.reading(value, replicated(len(value.shape))) for value in equation.inputs]
             reads = {i: one for i, one in enumerate(whole) if one is not None}
-        return Row(equation.path, name, line, reads=reads, **self.made(equation.outputs), on_shards=on_shards or "")
+        return InnerRow(
+            equation.path, name, line, reads=reads, **self.made(equation.outputs), on_shards=on_shards or ""
+        )
 
     # Arrays.
 
@@ -231,9 +237,11 @@ class _Table:
 
     def made(self, values: Sequence[Value]) -> dict[str, Any]:
         makes, copies, lies = {}, {}, {}
-        said = self.annotations
+        annotations = self.annotations
         for i, value in enumerate(values):
-            home, summed, copy = (kind.get(value.id) for kind in (said.homes, said.sums, said.copies))
+            home, summed, copy = (
+                kind.get(value.id) for kind in (annotations.homes, annotations.sums, annotations.copies)
+            )
             if chain := ((summed,) if summed else ()) + self.chain(summed, self.pins.get(value.id)):
                 makes[i] = chain
             if copy is not None:
@@ -276,7 +284,7 @@ class _Table:
         if None in homes or (scatter is None and not may_run_on_shards(equation)):
             return ""
         wants = wants_of(equation, self.annotations)
-        split = Split.of(equation, wants, self.mesh)
+        split = EquationSplit.of(equation, wants, self.mesh)
         if scatter is None and not runs_on_shards(equation, split):
             return ""
         if equation.primitive == "ragged_dot_general" or (folds_by_hand(equation) and split.reduced):

@@ -110,13 +110,13 @@ class _Writer:
         inputs = list_of(map(made, jaxpr.invars))
         lines = []
         for eqn in jaxpr.eqns:
-            said = f"{self._primitive(eqn)}, {list_of(map(read, eqn.invars))}, {list_of(map(made, eqn.outvars))}"
+            arguments = f"{self._primitive(eqn)}, {list_of(map(read, eqn.invars))}, {list_of(map(made, eqn.outvars))}"
             if params := self._params(eqn):
-                said += f", dict({', '.join(f'{name}={text}' for name, text in params.items())})"
+                arguments += f", dict({', '.join(f'{name}={text}' for name, text in params.items())})"
             if not eqn.ctx.threefry_partitionable:
-                said += ", threefry_partitionable=False"
+                arguments += ", threefry_partitionable=False"
             source = source_of(eqn)
-            lines.append(f"            Operation({said}),{f'  # {source}' if source else ''}")
+            lines.append(f"            Operation({arguments}),{f'  # {source}' if source else ''}")
         text = [
             f"        {inputs},",
             "        [",
@@ -160,15 +160,15 @@ class _Writer:
         if name in CALLS:
             return {"jaxpr": self.body(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])}
         if name in REMAT:
-            said = {key: literal(params[key]) for key in ("prevent_cse", "differentiated")}
-            return {"jaxpr": self.body(params["jaxpr"]), **said}
+            keywords = {key: literal(params[key]) for key in ("prevent_cse", "differentiated")}
+            return {"jaxpr": self.body(params["jaxpr"]), **keywords}
         if name == "scan":
-            said = {key: literal(params[key]) for key in ("length", "reverse", "unroll")}
-            return {"jaxpr": self.body(params["jaxpr"]), **said, "counts": literal(scan_counts(eqn))}
+            keywords = {key: literal(params[key]) for key in ("length", "reverse", "unroll")}
+            return {"jaxpr": self.body(params["jaxpr"]), **keywords, "counts": literal(scan_counts(eqn))}
         if name == "while":
-            said = {key: literal(params[key]) for key in ("cond_nconsts", "body_nconsts")}
+            keywords = {key: literal(params[key]) for key in ("cond_nconsts", "body_nconsts")}
             bodies = {key: self.body(params[key]) for key in ("cond_jaxpr", "body_jaxpr")}
-            return {**bodies, **said, "of_batches": literal(loops_of_batches(params))}
+            return {**bodies, **keywords, "of_batches": literal(loops_of_batches(params))}
         if name == "cond":
             if params.get("branches_platforms") is not None:
                 raise _refusal(eqn, "its branches are for several platforms")

@@ -20,11 +20,11 @@ from autoshard.export import standalone, written_out
 from autoshard.export.containers import Expression, Line, UnwritableError, expression_of
 from autoshard.export.inner_layouts import (
     InnerLayouts,
-    departure,
     inner_layouts,
+    reason_without_table,
+    reason_written_out,
     spec_of_type,
     types_text,
-    why_none,
 )
 from autoshard.export.logical_axes import Names, logical_axes
 from autoshard.export.logical_rules import FLAX_SHARDINGS, flax_rules, names_text
@@ -328,7 +328,7 @@ def _docstring(
         lines += ["`constrained` adds the layouts of inner values. Without it the compiler chooses them."]
         if table.operations:
             lines += [
-                f"The operations of the step are written out here, since {table.departure}.",
+                f"The operations of the step are written out here, since {table.reason_written_out}.",
                 "So `constrained` runs these, and takes from the step what its arguments and results are.",
                 "They have the static arguments and the closed-over values of the call that was planned; static",
                 "arguments that print otherwise are refused.",
@@ -348,12 +348,12 @@ def _table_of(plan: PlanData, program: Program | None, types_all: bool) -> tuple
     """The table of inner layouts, or why the code leaves it out."""
     if program is None:
         return None, "the plan comes from a file and knows no step; bind it to one"
-    if why := why_none(program):
+    if why := reason_without_table(program):
         return None, why
     try:
         return inner_layouts(program, plan, types_all), ""
     except UnwritableError as error:
-        return None, f"{departure(program)}; {error}"
+        return None, f"{reason_written_out(program)}; {error}"
 
 
 def _donated(program: Program | None) -> tuple[int, ...]:

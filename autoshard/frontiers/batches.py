@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import PyTreeDef
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
-from autoshard.frontiers.traced_step import TracedStep
-from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.frontiers.traced_step import FrontierStep
+from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.topology import Topology
 from autoshard.model.memory_limit import ANY_GAP
 from autoshard.options import half_of_time, is_whole_number
@@ -96,9 +96,9 @@ def largest_batch(
     """
 
     _check_rows(multiple, most)
-    given = TracedStep.of(fn, args, kwargs or {}, mesh, topology, options)
+    given = FrontierStep.of(fn, args, kwargs or {}, mesh, topology, options)
     static, dynamic = ArgumentSelection.of(fn, options, "static").split(args, dict(kwargs or {}))
-    batch = _Batch.of(given, dynamic)
+    batch = _BatchRows.of(given, dynamic)
     devices = math.prod(given.options.mesh.shape.values())
     step = multiple if multiple is not None else math.lcm(devices, given.options.microbatches or 1)
     _check_rows(step, most)
@@ -108,7 +108,7 @@ def largest_batch(
         """A plan on so many multiples, or why there is none: any that fits, if no other gap is said."""
         args, kwargs = join(static, batch.resized(count * step))
         try:
-            sized = TracedVariants.of(fn, args, kwargs, mesh, topology, options)
+            sized = FrontierVariants.of(fn, args, kwargs, mesh, topology, options)
         except (TypeError, ValueError) as error:  # JAX's, for shapes that do not go together
             raise batch.refusal(given.program, count * step, error) from error
         share = QUESTION_SHARE if gap == ANY_GAP else 1.0
@@ -154,7 +154,7 @@ def _check_rows(multiple: Any, most: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _BatchRows:
     """Where the rows of a step's batch are among the leaves of its arguments, static arguments aside."""
 
     leaves: list[Any]
@@ -162,7 +162,7 @@ class _Batch:
     dims: Mapping[int, int]  # leaf -> its dim that is the batch
 
     @classmethod
-    def of(cls, step: TracedStep, dynamic: Arguments) -> _Batch:
+    def of(cls, step: FrontierStep, dynamic: Arguments) -> _BatchRows:
         """That of a step's arguments.
 
         Raises:
@@ -183,9 +183,9 @@ class _Batch:
     def refusal(self, program: Program, rows: int, error: Exception) -> ArgumentError:
         """The error that the step cannot be traced with so many rows."""
         shapes = [f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in map(self.leaves.__getitem__, self.dims)]
-        said = str(error).splitlines()
+        lines = str(error).splitlines()
         return ArgumentError(
-            f"{program.name}: with {rows} rows of the batch it cannot be traced: {said[0] if said else error!r}\n"
+            f"{program.name}: with {rows} rows of the batch it cannot be traced: {lines[0] if lines else error!r}\n"
             f"Its batch is taken to be {', '.join(shapes)}: what no result replaces. Return the new state where the "
             "step takes the state, and donate it (donate_argnums=0); and write the step for any number of rows."
         )

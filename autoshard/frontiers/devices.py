@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError, of_least_need
-from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.chips import CHIPS
 from autoshard.options import half_of_time, is_whole_number
 from autoshard.user_plan import Plan
@@ -55,6 +55,35 @@ def fewest_devices(
         SolverError: whether it fits there was not found in time. Fewer devices of which it was not found are too few.
         ArgumentError: an option is of the wrong kind.
     """
+    _check(chip, axes, most)
+
+    def step_on(mesh: AbstractMesh, machine: str) -> FrontierVariants:
+        return FrontierVariants.of(fn, args, kwargs or {}, mesh, machine, options)
+
+    search = _DeviceSearch(chip, axes, step_on)
+    low, high = 0, int(math.log2(most))
+    best = search.first(high)
+    while low < high and isinstance(best, Plan) and not search.is_late:
+        middle = (low + high) // 2
+        if isinstance(found := search.first(middle), Plan):
+            high, best = middle, found
+        else:
+            low = middle + 1
+    if not isinstance(best, Plan):
+        raise best
+    best = min((best, *search.others(high)), key=lambda plan: plan.cost)
+    if low == high and not search.is_late:
+        return best
+    untried = "other meshes of them" if low == high else f"fewer than {2**high} devices"
+    remark = f"fewest_devices: the time limit ended before {untried} were tried."
+    return replace(best, warnings=(*best.warnings, remark))
+
+
+def _check(chip: Any, axes: Any, most: Any) -> None:
+    """
+    Raises:
+        ArgumentError: one of these options of `fewest_devices` is of the wrong kind.
+    """
     if chip not in CHIPS:
         raise ArgumentError(f"chip={chip!r}; one of {', '.join(CHIPS)} is needed")
     names = axes if isinstance(axes, list | tuple) else ()
@@ -63,25 +92,47 @@ def fewest_devices(
     if not is_whole_number(most) or most < 1:
         raise ArgumentError(f"most={most!r}; a number of devices is needed, 1 or more")
 
-    until: float | None = None  # it begins once the step is traced
 
-    def fitting(power: int) -> Iterator[Plan]:
-        """The plans on so many devices that fit.
+class _DeviceSearch:
+    """Plans of a step on powers of two of devices, within one time limit."""
 
+    def __init__(self, chip: str, axes: Sequence[str], step_on: Callable[[AbstractMesh, str], FrontierVariants]):
+        self._chip, self._axes, self._step_on = chip, axes, step_on
+        self._until: float | None = None  # it begins once the step is traced
+        self._plans: dict[int, Iterator[Plan]] = {}  # by the power of two
+
+    @property
+    def is_late(self) -> bool:
+        return self._until is not None and time.monotonic() > self._until
+
+    def first(self, power: int) -> Plan | MemoryLimitError | SolverError:
+        """The first plan on so many devices that fits, or why none does."""
+        try:
+            return next(self.others(power))
+        except (MemoryLimitError, SolverError) as error:
+            return error
+
+    def others(self, power: int) -> Iterator[Plan]:
+        """The plans on so many devices that fit and were not looked at yet."""
+        if power not in self._plans:
+            self._plans[power] = self._fitting(power)
+        return self._plans[power]
+
+    def _fitting(self, power: int) -> Iterator[Plan]:
+        """
         Raises:
-            MemoryLimitError: there is none.
+            MemoryLimitError: no plan on so many devices fits.
             SolverError: none was found in time.
         """
-        nonlocal until
         refused: list[MemoryLimitError] = []
         late: SolverError | None = None
         found = False
-        for mesh in _meshes(2**power, axes):
-            if found and until is not None and time.monotonic() > until:
+        for mesh in _meshes(2**power, self._axes):
+            if found and self.is_late:
                 return
-            step = TracedVariants.of(fn, args, kwargs or {}, mesh, machine_of(chip, 2**power), options)
-            until = step.options.timed().ends if until is None else until
-            step = step.timed(half_of_time(until))
+            step = self._step_on(mesh, machine_of(self._chip, 2**power))
+            self._until = step.options.timed().ends if self._until is None else self._until
+            step = step.timed(half_of_time(self._until))
             try:
                 plan = step.within(step.options.memory).plan
             except MemoryLimitError as error:
@@ -93,35 +144,6 @@ def fewest_devices(
                 yield plan
         if not found and (late or refused):
             raise late or of_least_need(refused)
-
-    others = {power: fitting(power) for power in range(int(math.log2(most)) + 1)}
-
-    def first(power: int) -> Plan | MemoryLimitError | SolverError:
-        """The first plan on so many devices that fits, or why none does."""
-        try:
-            return next(others[power])
-        except (MemoryLimitError, SolverError) as error:
-            return error
-
-    def is_late() -> bool:
-        return until is not None and time.monotonic() > until
-
-    low, high = 0, max(others)
-    best = first(high)
-    while low < high and isinstance(best, Plan) and not is_late():
-        middle = (low + high) // 2
-        if isinstance(found := first(middle), Plan):
-            high, best = middle, found
-        else:
-            low = middle + 1
-    if not isinstance(best, Plan):
-        raise best
-    best = min((best, *others[high]), key=lambda plan: plan.cost)
-    if low == high and not is_late():
-        return best
-    untried = "other meshes of them" if low == high else f"fewer than {2**high} devices"
-    remark = f"fewest_devices: the time limit ended before {untried} were tried."
-    return replace(best, warnings=(*best.warnings, remark))
 
 
 def _meshes(devices: int, axes: Sequence[str]) -> Iterator[AbstractMesh]:

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.frontiers.plans import Frontier
-from autoshard.frontiers.traced_step import TracedStep
-from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.frontiers.traced_step import FrontierStep
+from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.topology import Topology
 from autoshard.options import is_whole_number
 from autoshard.report.units import bytes_text
@@ -28,10 +28,12 @@ from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.user_plan import Plan
 
-_ENDS = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
-_FURTHER = 5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
-_LESS = 0.8  # of the peak of the smallest plan known: the limit under which a smaller one is looked for
-_CLOSE_PEAKS = 1.02  # ratio of peaks of two neighbours between which no third is looked for
+_END_SEARCHES = 3  # searches: the fastest plan, how little memory would do, and the smallest plan
+_EXTRA_SEARCHES = (
+    5  # searches beyond one per plan: for the smallest limit, and between plans that have no third between them
+)
+_SMALLER_PEAK_SHARE = 0.8  # of the peak of the smallest plan known: the limit under which a smaller one is looked for
+_CLOSE_PEAK_RATIO = 1.02  # ratio of peaks of two neighbours between which no third is looked for
 
 
 def frontier(
@@ -72,33 +74,33 @@ def frontier(
     """
     if not is_whole_number(points) or points < 2:
         raise ArgumentError(f"points={points!r}; the most plans to find is needed, 2 or more")
-    step = TracedVariants.of(fn, args, kwargs or {}, mesh, topology, options)
-    searches = points + _FURTHER
+    step = FrontierVariants.of(fn, args, kwargs or {}, mesh, topology, options)
+    searches = points + _EXTRA_SEARCHES
     limit = step.options.time_limit
     step = step.timed(time.monotonic() + limit, limit / searches)
-    search = _Search(step)
+    search = _FrontierSearch(step)
     search.find(points, searches)
     is_free = not step.options.is_memory_given
     return Frontier(step.as_written.program.name, search.plans(), step.usable, is_free, search.left_out(points))
 
 
 @dataclass(frozen=True)
-class _Point:
+class _FrontierPoint:
     """A solution, and what it holds."""
 
     solution: Solution
-    step: TracedStep  # the variant that it is of
+    step: FrontierStep  # the variant that it is of
     memory: float  # the limit under which it was found, bytes per device
     seconds: float  # per step, predicted
     peak: int  # bytes per device, predicted
 
 
 @dataclass(eq=False)
-class _Search:
+class _FrontierSearch:
     """What is known of a step under its limits."""
 
-    step: TracedVariants
-    known: list[_Point] = field(default_factory=list)
+    step: FrontierVariants
+    known: list[_FrontierPoint] = field(default_factory=list)
     proven: dict[float, float] = field(default_factory=dict)  # limit -> the least seconds of plans under it
     closed: set[tuple[int, int]] = field(default_factory=set)  # peaks between which a search found nothing
     has_smallest: bool = False  # whether plans that hold less were sought to the end
@@ -111,11 +113,11 @@ class _Search:
         least = self.step.least_memory()
         if least is not None and least < self.step.ample_memory and not self.is_late:
             self.solve(least)
-        done = _ENDS
+        done = _END_SEARCHES
         while done < searches - points:
             if self.is_late:
                 return
-            if not self.solve(_LESS * self.front()[-1].peak / self.step.usable):
+            if not self.solve(_SMALLER_PEAK_SHARE * self.front()[-1].peak / self.step.usable):
                 break
             done += 1  # what was said to be the least is what some lean choices hold
         self.has_smallest = True
@@ -131,7 +133,7 @@ class _Search:
     def gaps(self) -> list[tuple[int, int]]:
         """Peaks of neighbouring plans between which there may be others."""
         pairs = itertools.pairwise(point.peak for point in self.front())
-        return [gap for gap in pairs if gap not in self.closed and gap[0] > _CLOSE_PEAKS * gap[1]]
+        return [gap for gap in pairs if gap not in self.closed and gap[0] > _CLOSE_PEAK_RATIO * gap[1]]
 
     def left_out(self, points: int) -> str:
         """What the time limit has kept from being sought; "" if it has not."""
@@ -159,11 +161,13 @@ class _Search:
                 raise
             return False
         predicted = found.plan.predicted
-        self.known.append(_Point(found.solution, found.step, memory, predicted.step_seconds, predicted.peak_bytes))
+        self.known.append(
+            _FrontierPoint(found.solution, found.step, memory, predicted.step_seconds, predicted.peak_bytes)
+        )
         self.proven[memory] = max(found.plan.bound, self.proven.get(memory, 0.0))
         return True
 
-    def best(self, memory: float) -> _Point | None:
+    def best(self, memory: float) -> _FrontierPoint | None:
         """The cheapest known solution that fits a limit."""
         fitting = [point for point in self.known if point.peak <= memory * self.step.usable]
         return min(fitting, key=lambda point: (point.solution.cost, point.peak), default=None)
@@ -172,9 +176,9 @@ class _Search:
         """What is proven of all plans under a limit."""
         return max((bound for limit, bound in self.proven.items() if limit >= memory), default=0.0)
 
-    def front(self) -> list[_Point]:
+    def front(self) -> list[_FrontierPoint]:
         """The known solutions of which none is as fast and holds less, fastest first."""
-        front: list[_Point] = []
+        front: list[_FrontierPoint] = []
         for point in sorted(self.known, key=lambda point: (point.seconds, point.peak)):
             if not front or point.peak < front[-1].peak:
                 front.append(point)

@@ -15,11 +15,11 @@ from autoshard.api import autoshard
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.pricing.late import formulating_ends
+from autoshard.model.pricing.formulation_deadline import formulating_ends
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, comparison_of, described, formulated, lowered, solved
 from autoshard.program import Program
-from autoshard.replanning.planner import Planner
+from autoshard.replanning.planner import Replanner
 from autoshard.solver.problem import Solution
 from autoshard.solver.solve import with_bound
 from autoshard.user_plan import Plan
@@ -39,7 +39,7 @@ _OPTIONS = (
 
 
 @dataclass(frozen=True, eq=False)
-class TracedStep:
+class FrontierStep:
     """A step, traced, of which plans are made under memory limits."""
 
     program: Program
@@ -47,7 +47,7 @@ class TracedStep:
     jit_keywords: Mapping[str, Any]  # that count when it is compiled
 
     @classmethod
-    def of(cls, *how: Any) -> TracedStep:
+    def of(cls, *how: Any) -> FrontierStep:
         """The step as it is written; see `with_variants`."""
         return cls.with_variants(*how)[0]
 
@@ -60,7 +60,7 @@ class TracedStep:
         mesh: Mesh | AbstractMesh | None,
         topology: Any,
         given: Mapping[str, Any],
-    ) -> tuple[TracedStep, StepVariants]:
+    ) -> tuple[FrontierStep, StepVariants]:
         """The step as it is written, and all of its variants.
 
         Args:
@@ -146,5 +146,5 @@ class TracedStep:
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))
         made = described(limited, with_bound(solution, bound), options)
         compared = Plan.of(replace(made, memory=memory), comparison_of(self.program, rules, options))
-        planner = Planner.of(self.program, options, self.jit_keywords, is_given=False)
+        planner = Replanner.of(self.program, options, self.jit_keywords, is_given=False)
         return planner.bound(lowered(self.program, compared, self.jit_keywords))

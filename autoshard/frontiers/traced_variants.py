@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.frontiers.traced_step import TracedStep
+from autoshard.frontiers.traced_step import FrontierStep
 from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.solver.problem import Solution
@@ -25,18 +25,18 @@ from autoshard.variants.variant import StepVariants, Variant
 class SolvedStep:
     """A variant of a step with its plan under a limit, whose bound holds for all variants."""
 
-    step: TracedStep
+    step: FrontierStep
     solution: Solution
     plan: Plan
 
 
 @dataclass(frozen=True, eq=False)
-class TracedVariants:
+class FrontierVariants:
     """A step, traced, of whose variants the fastest is found under memory limits."""
 
-    as_written: TracedStep
+    as_written: FrontierStep
     variants: StepVariants
-    formulated: dict[int, TracedStep] = field(default_factory=dict)  # id of a program -> the same, with its problem
+    formulated: dict[int, FrontierStep] = field(default_factory=dict)  # id of a program -> the same, with its problem
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class TracedVariants:
         mesh: Mesh | AbstractMesh | None,
         topology: Any,
         given: Mapping[str, Any],
-    ) -> TracedVariants:
+    ) -> FrontierVariants:
         """
         Args:
             given: options of `autoshard` and keywords of `jax.jit`, as a user writes them.
@@ -55,7 +55,7 @@ class TracedVariants:
         Raises:
             ArgumentError: there is no such option, or one is of the wrong kind.
         """
-        return cls(*TracedStep.with_variants(fn, args, kwargs, mesh, topology, given))
+        return cls(*FrontierStep.with_variants(fn, args, kwargs, mesh, topology, given))
 
     @property
     def options(self) -> Options:
@@ -66,7 +66,7 @@ class TracedVariants:
         """The share of a limit that plans are predicted to fill at most."""
         return self.as_written.usable
 
-    def timed(self, until: float, time_limit: float | None = None) -> TracedVariants:
+    def timed(self, until: float, time_limit: float | None = None) -> FrontierVariants:
         """The same within a time.
 
         Args:
@@ -87,7 +87,7 @@ class TracedVariants:
         return self.ends[-1].least_memory()
 
     @property
-    def ends(self) -> list[TracedStep]:
+    def ends(self) -> list[FrontierStep]:
         """The variants that hold the most and the least: the step as it is written, if nothing else is open."""
         first = Variant(self.options.microbatches or 1)
         levels = self.variants.recomputation(first).levels if self.options.remat else ()
@@ -98,7 +98,7 @@ class TracedVariants:
         ends = dict.fromkeys((replace(first, level=0), leanest))
         return [self.step(self.variants.program(variant)) for variant in ends]
 
-    def step(self, program: Program) -> TracedStep:
+    def step(self, program: Program) -> FrontierStep:
         """A variant's program, whose problem is formulated once."""
         if id(program) not in self.formulated:
             self.formulated[id(program)] = replace(self.as_written, program=program)

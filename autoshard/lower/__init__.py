@@ -1,6 +1,6 @@
 """A traced step and its plan in, the annotated function under `jax.jit` out."""
 
 from autoshard.lower.emitter import annotated
-from autoshard.lower.step import Lowering, Step, named_refusals
+from autoshard.lower.step import JittedStep, Lowering, named_refusals
 
-__all__ = ["Lowering", "Step", "annotated", "named_refusals"]
+__all__ = ["JittedStep", "Lowering", "annotated", "named_refusals"]

@@ -43,13 +43,13 @@ from autoshard.layout import Layout, spec_of
 from autoshard.lower.constraints import constraints_of
 from autoshard.lower.halos import run_stencil, run_whole
 from autoshard.lower.names import first_readers, named_after, named_as, reader_in
-from autoshard.lower.on_shards import Split, may_run_on_shards, on_shards, runs_on_shards, wants_of
+from autoshard.lower.on_shards import EquationSplit, may_run_on_shards, on_shards, runs_on_shards, wants_of
 from autoshard.lower.sharded_array import ShardedArray, handed_through, unfolded
 from autoshard.lower.xla_faults import safely_split
 from autoshard.mesh.resharding import stops
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
-from autoshard.operations.running import Call
-from autoshard.operations.split import WHOLE
+from autoshard.operations.split import UNSPLIT_RUN
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation, Program, Value
 from autoshard.program.explicit import open_axes, type_sharding
@@ -250,7 +250,7 @@ class Emitter:
         arrays = [self.read(sources[i], equation, i) for i in range(len(sources))]
         homes = [self.annotations.homes.get(value.id) for value in equation.outputs]
         wants, mesh = wants_of(equation, self.annotations), dict(self.mesh.shape)
-        split = Split.of(equation, wants, mesh)
+        split = EquationSplit.of(equation, wants, mesh)
         if None in homes or not runs_on_shards(equation, split):
             return self.outputs(equation, [run_stencil(equations, equation, {}, arrays, mesh)])
         made = self.on_shards(
@@ -268,14 +268,16 @@ class Emitter:
         run_it = functools.partial(run_whole, equation)
         layout = homes[0] if homes else None
         if equation is not None and equation.primitive == OPERATION:
-            chosen = self.annotations.runs.get(equation.index, WHOLE)  # by hand as well: there may be a kernel in it
+            chosen = self.annotations.runs.get(
+                equation.index, UNSPLIT_RUN
+            )  # by hand as well: there may be a kernel in it
             return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         if None in homes or equation is None:
             return safely_split(run_it, eqn, arrays, layout)
         scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
         if scatter is None and not may_run_on_shards(equation):
             return safely_split(run_it, eqn, arrays, layout)
-        split = Split.of(equation, wants, dict(self.mesh.shape))
+        split = EquationSplit.of(equation, wants, dict(self.mesh.shape))
         if scatter is None and not runs_on_shards(equation, split):
             return safely_split(run_it, eqn, arrays, layout)
         function = on_shards(eqn, equation, split, scatter)

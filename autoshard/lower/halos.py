@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from autoshard.jaxprs import JaxprEqn, run
 from autoshard.layout import MeshShape, shards
 from autoshard.program import Equation
-from autoshard.propagation.halos import Rows, hops
-from autoshard.propagation.moves import Place, Places, Step, Walk, reads
+from autoshard.propagation.halos import HaloRows, hops
+from autoshard.propagation.moves import MoveStep, MoveWalk, Places, RowOffset, reads
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -86,7 +86,7 @@ def without_halos(array: jax.Array, rule: Rule, axes: Mapping[str, tuple[str, ..
     return jax.lax.pad(array, jnp.zeros((), array.dtype), config)
 
 
-def exchanged(array: jax.Array, rows: Rows, axes: tuple[str, ...], pieces: int, beyond: Any = 0) -> jax.Array:
+def exchanged(array: jax.Array, rows: HaloRows, axes: tuple[str, ...], pieces: int, beyond: Any = 0) -> jax.Array:
     """The rows of an array that this device reads.
 
     Args:
@@ -155,7 +155,7 @@ def run_stencil(
         reads(steps, sources)[0], [[one == n and cut for one, n, cut in each] for each in sizes], shared
     )
     work = _ShardWork(equations, steps, sources, split, [shards(one, mesh) for one in split], arrays, halos)
-    return Walk(steps, sources, work).result(is_split)
+    return MoveWalk(steps, sources, work).result(is_split)
 
 
 class _ShardWork:
@@ -164,7 +164,7 @@ class _ShardWork:
     def __init__(
         self,
         equations: Mapping[int, JaxprEqn],
-        steps: Sequence[Step],
+        steps: Sequence[MoveStep],
         sources: Sequence[tuple[int, ...]],
         axes: Sequence[tuple[str, ...]],  # of the result's dims
         pieces: Sequence[int],  # into which they are split
@@ -185,7 +185,7 @@ class _ShardWork:
                 array = self.rows(array, dim, place, shape[dim])
         return array
 
-    def exchanged(self, index: int, places: Sequence[tuple[int, Place]]) -> jax.Array:
+    def exchanged(self, index: int, places: Sequence[tuple[int, RowOffset]]) -> jax.Array:
         """The rows of a source at these places along dims that are split in it, too."""
         array, moved = self.arrays[index], [dim for dim, place in places if is_moved(place)]
         if not moved:
@@ -204,7 +204,7 @@ class _ShardWork:
             array = jax.lax.slice_in_dim(array, start, start + shard, axis=hull.dim)
         return array
 
-    def rows(self, array: jax.Array, dim: int, place: Place, size: int) -> jax.Array:
+    def rows(self, array: jax.Array, dim: int, place: RowOffset, size: int) -> jax.Array:
         """The rows at a place of an array that is whole along the dim."""
         axes, pieces, whole = self.axes[dim], self.pieces[dim], self.sizes[dim]
         if size == 1:
@@ -240,7 +240,7 @@ class _ShardWork:
                 (made,) = run(self.equations[index], operands)
                 return made
 
-    def updated(self, step: Step, places: Places, array: jax.Array, update: jax.Array) -> jax.Array:
+    def updated(self, step: MoveStep, places: Places, array: jax.Array, update: jax.Array) -> jax.Array:
         """Along whole dims the update is where it belongs, along others everywhere."""
         starts = [0 if place else start for place, start in zip(places, step.moves[0], strict=True)]
         if not update.ndim:
@@ -252,7 +252,9 @@ class _ShardWork:
         config = [(start, size - start - length, 0) for start, size, length in sizes]
         return array + jax.lax.pad(update, jnp.zeros((), update.dtype), config)
 
-    def choose(self, dim: int, place: Place, first: int, last: int, inside: jax.Array, outside: jax.Array) -> jax.Array:
+    def choose(
+        self, dim: int, place: RowOffset, first: int, last: int, inside: jax.Array, outside: jax.Array
+    ) -> jax.Array:
         shard = self.sizes[dim] // self.pieces[dim]
         rows = jax.lax.iota(jnp.int32, shard) + jax.lax.axis_index(self.axes[dim]) * shard + place.offset
         chosen = jnp.expand_dims((rows >= first) & (rows < last), [d for d in range(inside.ndim) if d != dim])

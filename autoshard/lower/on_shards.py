@@ -10,8 +10,8 @@ Most equations are left to XLA's partitioner. These kinds are not, and run insid
   as there are devices.
 - What reads rows of its neighbours' shards (`halos.py`). The partitioner gathers some of these arrays whole, and its
   collectives are not the ones that were planned.
-- What the partitioner gathers although only batches are split (`Facts.runs_on_shards`), as `top_k` on CPU and GPU. Of
-  Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
+- What the partitioner gathers although only batches are split (`PrimitiveFacts.runs_on_shards`), as `top_k` on CPU and
+  GPU. Of Fourier transforms it then runs some, on CPU, in an order of dims that its transforms do not know.
 - Lookups of a single row along a split dim. XLA gathers the dim for a `dynamic_slice`, which XLA for GPU also makes of
   such a gather.
 - Ragged products. Of rows that are split, each device counts those that it has of each group.
@@ -47,14 +47,14 @@ from autoshard.model.equations import (
     sums_locally,
 )
 from autoshard.model.xla.scatters import scatter_stages
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.reduce_scatter import reduce_scatter, scattered_product, scatters_second
-from autoshard.operations.running import Call
-from autoshard.operations.split import Run
+from autoshard.operations.split import CallRun
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
-from autoshard.propagation.halos import Rows
+from autoshard.propagation.halos import HaloRows
 from autoshard.propagation.projection import factors_of_layout, layout_of_factors
 from autoshard.propagation.registry import rule_of
 from autoshard.propagation.rule import Rule
@@ -64,7 +64,7 @@ FOREIGN = "ffi_call"  # a function of another language, which knows nothing of p
 
 
 @dataclass(frozen=True)
-class Split:
+class EquationSplit:
     """How one equation is split over a mesh."""
 
     rule: Rule
@@ -72,7 +72,7 @@ class Split:
     mesh: MeshShape
 
     @classmethod
-    def of(cls, equation: Equation, wants: Sequence[Layout], mesh: MeshShape) -> Split:
+    def of(cls, equation: Equation, wants: Sequence[Layout], mesh: MeshShape) -> EquationSplit:
         """The split that follows from the layouts in which the operands are read.
 
         Raises:
@@ -104,7 +104,7 @@ class Split:
         return ordered_axes(axes, self.mesh)
 
     @property
-    def exchanged_rows(self) -> list[Rows]:
+    def exchanged_rows(self) -> list[HaloRows]:
         """What devices bring of each other's rows."""
         return [rows for reach in self.rule.reaches for rows in reach.halos if self.axes.get(rows.factor)]
 
@@ -124,7 +124,7 @@ def may_run_on_shards(equation: Equation) -> bool:
     return unsafe or is_single_lookup(equation) or bool(rule_of(equation).reaches)
 
 
-def runs_on_shards(equation: Equation, split: Split) -> bool:
+def runs_on_shards(equation: Equation, split: EquationSplit) -> bool:
     """Whether XLA's partitioner is not to be trusted with the equation, split so."""
     if facts_of(equation.primitive).runs_on_shards or equation.primitive == STENCIL:
         return any(split.axes.values())
@@ -134,7 +134,7 @@ def runs_on_shards(equation: Equation, split: Split) -> bool:
     return is_grouped_convolution(equation) or (by_hand and bool(split.reduced))
 
 
-def on_shards(eqn: JaxprEqn, equation: Equation, split: Split, scatter: Scatter | None) -> Callable[..., list]:
+def on_shards(eqn: JaxprEqn, equation: Equation, split: EquationSplit, scatter: Scatter | None) -> Callable[..., list]:
     """The function from one device's shards of the operands to its shards of the results, with mesh axes bound.
 
     Args:
@@ -180,8 +180,8 @@ def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> N
         PlanError: a layout does not fit its value; or an equation that runs on shards, or whose sum is scattered, is
             not split as its layouts say.
     """
-    said = (layouts.items() for layouts in (annotations.homes, annotations.copies, annotations.sums))
-    for value, layout in itertools.chain(*said):
+    layouts_of_values = (layouts.items() for layouts in (annotations.homes, annotations.copies, annotations.sums))
+    for value, layout in itertools.chain(*layouts_of_values):
         _check_layout(layout, program.values[value] if 0 <= value < len(program.values) else None, mesh)
     for (index, operand), layout in annotations.wants.items():
         inputs = program.equations[index].inputs if 0 <= index < len(program.equations) else ()
@@ -197,7 +197,7 @@ def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> N
         homes = [annotations.homes.get(value.id) for value in equation.outputs]
         if scatter is None and None in homes:
             continue
-        split = Split.of(equation, wants_of(equation, annotations), mesh)
+        split = EquationSplit.of(equation, wants_of(equation, annotations), mesh)
         if scatter is None:
             fits = not runs_on_shards(equation, split) or homes == split.results()
         else:
@@ -210,7 +210,7 @@ def check_plan(program: Program, annotations: Annotations, mesh: MeshShape) -> N
             )
 
 
-def _check_run(equation: Equation | None, run: Run, mesh: MeshShape) -> None:
+def _check_run(equation: Equation | None, run: CallRun, mesh: MeshShape) -> None:
     axes = [axis for _, names in run.roles for axis in names]
     fits = equation is not None and equation.primitive == OPERATION and len(set(axes)) == len(axes)
     if equation is None or not fits or not Call.of(equation, rule_of(equation)).can_run(run, mesh):
@@ -238,7 +238,7 @@ def wants_of(equation: Equation, annotations: Annotations) -> list[Layout]:
     return found
 
 
-def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> bool:
+def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: EquationSplit) -> bool:
     """Whether a scatter leaves the partial sums in the layout that the plan says."""
     if len(homes) != 1 or homes[0] is None or not 0 <= scatter.dim < len(homes[0]):
         return False
@@ -250,7 +250,7 @@ def _fits(scatter: Scatter, homes: Sequence[Layout | None], split: Split) -> boo
     return bool(scattered) and home == expected and rest == set(scatter.others) and scatter.stages in stages
 
 
-def local_params(equation: Equation, split: Split) -> dict[str, Any]:
+def local_params(equation: Equation, split: EquationSplit) -> dict[str, Any]:
     """What differs on one device: the group counts of a convolution, the padding of windows."""
     found: dict[str, Any] = {}
     if equation.primitive == FOREIGN:
@@ -281,7 +281,7 @@ def local_params(equation: Equation, split: Split) -> dict[str, Any]:
     return found
 
 
-def _local_groups(equation: Equation, split: Split, sizes: jax.Array) -> jax.Array:
+def _local_groups(equation: Equation, split: EquationSplit, sizes: jax.Array) -> jax.Array:
     """How many rows of each group of a ragged product one device has, of the dim that the groups divide."""
     (dim,) = equation.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
     axes = tuple(axis for factor in split.rule.operands[0][dim] for axis in split.axes.get(factor, ()))

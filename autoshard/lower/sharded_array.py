@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, called_jaxpr, called_operands
 from autoshard.layout import Layout
-from autoshard.propagation.moves import Step
+from autoshard.propagation.moves import MoveStep
 
 Made: TypeAlias = "tuple[JaxprEqn, list[ShardedArray]]"  # an equation and its operands
 
@@ -49,7 +49,7 @@ def handed_through(closed: ClosedJaxpr, operands: Sequence[Made | None]) -> list
 
 
 def unfolded(
-    steps: Sequence[Step], eqn: JaxprEqn, operands: list[ShardedArray]
+    steps: Sequence[MoveStep], eqn: JaxprEqn, operands: list[ShardedArray]
 ) -> tuple[dict[int, JaxprEqn], dict[int, ShardedArray]]:
     """The equation of each step of a stencil, and its sources by their place."""
     equations: dict[int, JaxprEqn] = {}

@@ -20,7 +20,7 @@ from autoshard.program import Program
 from autoshard.program.trees import Box
 
 
-class Step:
+class JittedStep:
     """The annotated step under `jax.jit`, sharded and donated as planned.
 
     It is called as the function that was traced, static arguments left out, and with arguments of the same types.
@@ -110,8 +110,8 @@ class Lowering:
     jit_keywords: Mapping[str, Any]
 
     @cached_property
-    def step(self) -> Step:
-        return Step(self.program, self.plan, **self.jit_keywords)
+    def step(self) -> JittedStep:
+        return JittedStep(self.program, self.plan, **self.jit_keywords)
 
     def __call__(self, mesh: Mesh | AbstractMesh | None = None) -> jax.stages.Lowered:
         """For the plan's mesh, or another of the same axes; on a mesh without devices, lowered for TPU."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.mesh.topology import Topology
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation
 
 _RANDOM_FLOPS = 50  # Threefry: 20 rounds of add, rotate (3) and xor for two words
@@ -45,38 +45,38 @@ def flops(equation: Equation) -> float:
     results = [math.prod(value.shape) for value in equation.outputs]
     result = max(results, default=0)
     match work:
-        case Work.NONE:
+        case FlopRule.NONE:
             return 0.0
-        case Work.CONTRACTION:
+        case FlopRule.CONTRACTION:
             complex_factor = 4 if _is_complex(equation.outputs[0].dtype) else 1
             return 2.0 * complex_factor * _products(equation, shapes, math.prod(equation.outputs[0].shape))
-        case Work.ATTENTION:
+        case FlopRule.ATTENTION:
             return _attention_flops(equation)
-        case Work.REDUCTION:
+        case FlopRule.REDUCTION:
             return float(max(map(math.prod, shapes)))
-        case Work.SCALED_PRODUCT:
+        case FlopRule.SCALED_PRODUCT:
             (contracted, _), _ = params.get("dimension_numbers", (((2,), (2,)), ((0,), (0,))))
             return 2.0 * result * math.prod(shapes[0][dim] for dim in contracted)
-        case Work.SCATTER:
+        case FlopRule.SCATTER:
             return float(math.prod(shapes[2]))
-        case Work.WINDOW:
+        case FlopRule.WINDOW:
             # the scatters visit their windows at the places of their second operand, the cotangent
             scatters = equation.primitive.startswith("select_and_scatter")
             places = math.prod(shapes[1]) if scatters else result
             return float(places * math.prod(params["window_dimensions"]))
-        case Work.SORT:
+        case FlopRule.SORT:
             return float(sum(results) * math.log2(max(2, shapes[0][params["dimension"]])))
-        case Work.TOP_K:
+        case FlopRule.TOP_K:
             return float(math.prod(shapes[0]) * math.log2(max(2, params["k"])))
-        case Work.FFT:
+        case FlopRule.FFT:
             half = 1 if all(_is_complex(v.dtype) for v in (*equation.inputs, *equation.outputs)) else 0.5
             points = math.prod(params["fft_lengths"])
             return 5.0 * half * max(result, math.prod(shapes[0])) * math.log2(max(2, points))
-        case Work.FACTORIZATION | Work.TRIANGULAR_SOLVE | Work.TRIDIAGONAL_SOLVE:
+        case FlopRule.FACTORIZATION | FlopRule.TRIANGULAR_SOLVE | FlopRule.TRIDIAGONAL_SOLVE:
             return matrix_flops(equation.primitive, shapes)
-        case Work.RANDOM:
+        case FlopRule.RANDOM:
             return float(_RANDOM_FLOPS * sum(results))
-        case Work.PER_RESULT | Work.UNKNOWN:
+        case FlopRule.PER_RESULT | FlopRule.UNKNOWN:
             return float(result)
 
 
@@ -87,9 +87,9 @@ def matrix_flops(primitive: str, shapes: Sequence[tuple[int, ...]]) -> float:
     18.0
     """
     match facts_of(primitive).work:
-        case Work.TRIANGULAR_SOLVE:
+        case FlopRule.TRIANGULAR_SOLVE:
             return float(math.prod(shapes[1]) * shapes[0][-1])
-        case Work.TRIDIAGONAL_SOLVE:
+        case FlopRule.TRIDIAGONAL_SOLVE:
             return 8.0 * math.prod(shapes[-1])
     *batch, m, n = shapes[0]
     return float(math.prod(batch) * _FACTORIZATIONS[primitive](max(m, n), min(m, n)))

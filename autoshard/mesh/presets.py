@@ -63,19 +63,19 @@ def topology(
     return made
 
 
-def _positions(name: str, said: Any) -> Mapping[str, Sequence[float]]:
+def _positions(name: str, positions: Any) -> Mapping[str, Sequence[float]]:
     """What a user says of devices along mesh axes.
 
     Raises:
         MeshError: it is not one number per position of an axis.
     """
-    if said is None:
+    if positions is None:
         return {}
-    if not isinstance(said, Mapping) or not all(_are_numbers(factors) for factors in said.values()):
+    if not isinstance(positions, Mapping) or not all(_are_numbers(factors) for factors in positions.values()):
         raise MeshError(
-            f"{name}={said!r}; a number for each position of a mesh axis is needed: {name}={{'x': (1, 0.6)}}"
+            f"{name}={positions!r}; a number for each position of a mesh axis is needed: {name}={{'x': (1, 0.6)}}"
         )
-    return said
+    return positions
 
 
 def _are_numbers(factors: Any) -> bool:

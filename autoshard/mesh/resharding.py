@@ -32,12 +32,12 @@ from typing import overload
 
 from autoshard.layout import Layout, MeshShape, shards
 from autoshard.mesh.collectives import seconds
-from autoshard.mesh.tilings import Members, Talk, Tiling, members_of, prime_of, split_or_merge, swaps, tiling_of
+from autoshard.mesh.tilings import DeviceSets, Members, Tiling, members_of, prime_of, split_or_merge, swaps, tiling_of
 from autoshard.mesh.topology import Topology
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardingStep:
     """One collective of a resharding."""
 
     kind: str  # one of collectives.KINDS
@@ -47,7 +47,7 @@ class Step:
 
 def reshard(
     shape: Sequence[int], itemsize: float, source: Layout, target: Layout, mesh_shape: MeshShape
-) -> tuple[Step, ...]:
+) -> tuple[ReshardingStep, ...]:
     """The collectives that take an array from `source` to `target`, in order; none where a local slice will do.
 
     >>> mesh = {"x": 4, "y": 2}
@@ -63,7 +63,7 @@ def reshard(
         for size, before, after in zip(shape, source, target, strict=True)
     )
     found = path(source, target, mesh_shape)
-    return tuple(Step(kind, axes, math.ceil(padded * itemsize / tiles)) for kind, axes, tiles in found)
+    return tuple(ReshardingStep(kind, axes, math.ceil(padded * itemsize / tiles)) for kind, axes, tiles in found)
 
 
 def path(source: Layout, target: Layout, mesh_shape: MeshShape) -> tuple[tuple[str, tuple[str, ...], int], ...]:
@@ -220,7 +220,7 @@ class _Group:
                 return steps
         return self.gather(source, [1] * len(source.tiles))
 
-    def step(self, kind: str, talk: Talk, tiles: int) -> _Collective:
+    def step(self, kind: str, talk: DeviceSets, tiles: int) -> _Collective:
         """A collective among `talk`."""
         return kind, self.members.axes(talk), tiles * self.tiles
 

@@ -21,8 +21,8 @@ import numpy as np
 from autoshard.layout import Layout
 
 Mesh = tuple[tuple[str, int], ...]  # axes and their sizes, in order
-Talk = Any  # sets of devices that talk to each other, as the tilings they come from write them
-Split = Any  # how the devices of a tiling are shared out over groups, likewise
+DeviceSets = Any  # sets of devices that talk to each other, as the tilings they come from write them
+GroupSplit = Any  # how the devices of a tiling are shared out over groups, likewise
 
 
 class Tiling(ABC):
@@ -74,15 +74,15 @@ class Tiling(ABC):
         """PartiallyReplicateTiledShardingOnDims: the tiles along `dim` become copies."""
 
     @abstractmethod
-    def among_minor(self, factors: Mapping[int, int]) -> Talk:
+    def among_minor(self, factors: Mapping[int, int]) -> DeviceSets:
         """Sets of devices that differ in the minor tiles of some dims alone; of each dim, how many tiles are minor."""
 
     @abstractmethod
-    def moved(self, target: Self) -> Talk:
+    def moved(self, target: Self) -> DeviceSets:
         """Each device of this tiling with the one that holds the same tile in another of the same shape."""
 
     @abstractmethod
-    def shared_out(self, counts: Sequence[int]) -> Split:
+    def shared_out(self, counts: Sequence[int]) -> GroupSplit:
         """The devices of each group: those within one of the `counts` major parts of each dim."""
 
     @abstractmethod
@@ -101,11 +101,11 @@ class Members(ABC):
     """The devices of some groups that do the same beside each other, by their numbers inside."""
 
     @abstractmethod
-    def axes(self, talk: Talk) -> tuple[str, ...]:
+    def axes(self, talk: DeviceSets) -> tuple[str, ...]:
         """Over which mesh axes members talk, in mesh order."""
 
     @abstractmethod
-    def shared_out(self, split: Split) -> Self:
+    def shared_out(self, split: GroupSplit) -> Self:
         """The same devices in more groups: each group shared out."""
 
 
@@ -219,15 +219,15 @@ class DigitTiling(Tiling):
     def copied(self, dim: int) -> DigitTiling:
         return self._with({dim: ()}, tuple(sorted(self.dims[dim] + self.rest)))
 
-    def among_minor(self, factors: Mapping[int, int]) -> Talk:
+    def among_minor(self, factors: Mapping[int, int]) -> DeviceSets:
         parts = [self.dims[dim][len(self.dims[dim]) - self._power(factor) :] for dim, factor in factors.items()]
         return [digit for digits in parts for digit in digits]
 
-    def moved(self, target: DigitTiling) -> Talk:
+    def moved(self, target: DigitTiling) -> DeviceSets:
         place = {digit: number for number, digit in enumerate(target._order())}
         return [digit for number, digit in enumerate(self._order()) if place[digit] != number]
 
-    def shared_out(self, counts: Sequence[int]) -> Split:
+    def shared_out(self, counts: Sequence[int]) -> GroupSplit:
         """The digits of a member's number inside its group."""
         parts = [digits[self._power(count) :] for digits, count in zip(self.dims, counts, strict=True)]
         return sum(parts, ()) + self.rest
@@ -264,11 +264,11 @@ class DigitMembers(Members):
     axis_names: tuple[str, ...]
     axis_of: tuple[str, ...]  # of each digit, the mesh axis that it belongs to
 
-    def axes(self, talk: Talk) -> tuple[str, ...]:
+    def axes(self, talk: DeviceSets) -> tuple[str, ...]:
         found = {self.axis_of[digit] for digit in talk}
         return tuple([axis for axis in self.axis_names if axis in found])
 
-    def shared_out(self, split: Split) -> DigitMembers:
+    def shared_out(self, split: GroupSplit) -> DigitMembers:
         return DigitMembers(self.axis_names, tuple(self.axis_of[digit] for digit in split))
 
 
@@ -325,7 +325,7 @@ class DeviceTiling(Tiling):
         shape[dim] = 1
         return DeviceTiling(np.sort(np.moveaxis(self.devices, dim, -2).reshape(shape)))
 
-    def among_minor(self, factors: Mapping[int, int]) -> Talk:
+    def among_minor(self, factors: Mapping[int, int]) -> DeviceSets:
         """[set, number in the group]"""
         tiling, minor = self, list[int]()
         for dim in sorted(factors, reverse=True):
@@ -334,14 +334,14 @@ class DeviceTiling(Tiling):
         talk = np.moveaxis(tiling.devices, minor, range(-len(minor), 0))
         return talk.reshape(-1, math.prod(factors.values()))
 
-    def moved(self, target: DeviceTiling) -> Talk:
+    def moved(self, target: DeviceTiling) -> DeviceSets:
         """[set, number in the group]"""
         return np.stack([self.devices.ravel(), target.devices.ravel()], axis=1)
 
     def _shape_inside(self, counts: Sequence[int]) -> list[int]:
         return [tiles // count for tiles, count in zip(self.tiles, counts, strict=True)] + [self.copies]
 
-    def shared_out(self, counts: Sequence[int]) -> Split:
+    def shared_out(self, counts: Sequence[int]) -> GroupSplit:
         """[group, number inside]: a device."""
         rank = len(counts)
         split = [size for pair in zip(counts, self._shape_inside(counts), strict=False) for size in pair]
@@ -377,12 +377,12 @@ class DeviceMembers(Members):
     axis_sizes: tuple[int, ...]
     members: np.ndarray
 
-    def axes(self, talk: Talk) -> tuple[str, ...]:
+    def axes(self, talk: DeviceSets) -> tuple[str, ...]:
         coordinates = np.unravel_index(self.members[:, talk].reshape(-1, talk.shape[-1]), self.axis_sizes)
         pairs = zip(self.axis_names, coordinates, strict=True)
         return tuple(axis for axis, where in pairs if (where != where[:, :1]).any())
 
-    def shared_out(self, split: Split) -> DeviceMembers:
+    def shared_out(self, split: GroupSplit) -> DeviceMembers:
         members = self.members[:, split].reshape(-1, split.shape[-1])
         return DeviceMembers(self.axis_names, self.axis_sizes, members)
 

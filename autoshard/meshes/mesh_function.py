@@ -16,7 +16,7 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import AutoshardError, ConflictError, MemoryLimitError, MeshError, of_least_need
 from autoshard.layout import MeshShape
 from autoshard.options import Options, half_of_time
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import mesh_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
@@ -24,9 +24,14 @@ from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
-_OF_MESHES = ("mesh_cast", "reshard", "shard_map", "sharding_constraint")  # primitives that may name a mesh
-LATER_SHARE = 0.5  # of the time limit, after it: while no mesh is known on which the step fits, others are planned
-RANKED = 2  # of the ranking's first meshes, none is left out because another is faster
+_PRIMITIVES_WITH_MESHES = (
+    "mesh_cast",
+    "reshard",
+    "shard_map",
+    "sharding_constraint",
+)  # primitives that may name a mesh
+OVERTIME_SHARE = 0.5  # of the time limit, after it: while no mesh is known on which the step fits, others are planned
+LEAST_RANKED_MESHES = 2  # of the ranking's first meshes, none is left out because another is faster
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class Ranking:
         """What a plan says of the meshes that are not in its table."""
         slow = f"{self.slower} other meshes are proven to be slower than the first two, and were not planned to the end"
         late = f"the time limit ended before {self.untried} other meshes were planned"
-        said = [text for count, text in ((self.slower, slow), (self.untried, late)) if count]
-        return tuple(f"mesh='auto': {text}." for text in said)
+        texts = [text for count, text in ((self.slower, slow), (self.untried, late)) if count]
+        return tuple(f"mesh='auto': {text}." for text in texts)
 
     def dumps(self) -> str:
         """The ranking as JSON, for other processes."""
@@ -128,7 +133,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 self._chosen = best or self._on(self._options_for(self._ranking.planned[0].shape))
             return self._chosen
 
-    def _ranking_of_all(self, group: Group, args: Any, kwargs: Any) -> str:
+    def _ranking_of_all(self, group: ProcessGroup, args: Any, kwargs: Any) -> str:
         """The leader's ranking, as a text."""
         name = getattr(self._fn, "__name__", "step")
         fingerprint = self._fingerprint(args, kwargs)
@@ -171,10 +176,10 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
         until: float | None = None  # it begins once the step is traced
 
         def enough() -> float:
-            return found[RANKED - 1][0].seconds if len(found) >= RANKED else math.inf
+            return found[LEAST_RANKED_MESHES - 1][0].seconds if len(found) >= LEAST_RANKED_MESHES else math.inf
 
         for number, options in enumerate(self._options_of_meshes):
-            if until is not None and time.monotonic() > until + (0.0 if found else LATER_SHARE * limit):
+            if until is not None and time.monotonic() > until + (0.0 if found else OVERTIME_SHARE * limit):
                 untried = len(self._options_of_meshes) - number
                 break
             options = replace(options, enough=enough, refine=1, is_memory_given=False, is_alone=True)
@@ -232,7 +237,7 @@ def _is_same_on_every_mesh(program: Program) -> bool:
     """Whether nothing in the step names axes of a mesh."""
     if program.ordered_arguments or program.wishes or program.types is not None or program.closes_over_tracers:
         return False
-    if any(equation.primitive in _OF_MESHES for equation in program.equations):
+    if any(equation.primitive in _PRIMITIVES_WITH_MESHES for equation in program.equations):
         return False
     return not any(rule.given or rule.open_axes for rule in rules_for(program))
 

@@ -28,7 +28,7 @@ _ROUNDED_SECONDS = 1e-9  # relative: what rounding may make of seconds that are 
 
 
 @dataclass(frozen=True)
-class Place:
+class DevicePlace:
     """Where a step may run: devices and their wires."""
 
     dims: MachineDims
@@ -36,7 +36,7 @@ class Place:
     devices: tuple[jax.Device, ...] = ()  # those at hand; empty if they are not there
 
     @classmethod
-    def of(cls, topology: Any) -> Place:
+    def of(cls, topology: Any) -> DevicePlace:
         """The place that `topology=` means.
 
         Args:
@@ -153,9 +153,9 @@ def axes_in(fixed: Any, tactics: Any = ()) -> list[str]:
     >>> axes_in({"up": P("x", ("y", "z")), "down": P(None, "x")})
     ['x', 'y', 'z']
     """
-    told = tactics if isinstance(tactics, list | tuple) else [tactics]
+    listed = tactics if isinstance(tactics, list | tuple) else [tactics]
     specs = [spec for spec in fixed.values() if isinstance(spec, PartitionSpec)] if isinstance(fixed, Mapping) else []
     entries = [entry for spec in specs for entry in spec]
     named = [axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))]
-    named += [axis for tactic in told for axis in getattr(tactic, "axes", ())]
+    named += [axis for tactic in listed for axis in getattr(tactic, "axes", ())]
     return list(dict.fromkeys(axis for axis in named if isinstance(axis, str)))

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 
 from autoshard.jaxprs import JaxprEqn, aval_of
-from autoshard.microbatches.relations import Relation, Rows, scaled_dims
+from autoshard.microbatches.relations import BatchRows, Relation, scaled_dims
 from autoshard.microbatches.rows import Microbatches
 
 
@@ -26,7 +26,7 @@ def blocks_of(
         relations: of its operands.
     """
     rows = _laid_behind_each_other(eqn, relations) if eqn.primitive.name == "concatenate" else relations[0]
-    if not isinstance(rows, Rows):
+    if not isinstance(rows, BatchRows):
         return None
     edges, others = _edges(eqn, rows.dim), _edges(small, rows.dim)
     if edges is None or others is None or len(edges) != len(others):
@@ -41,16 +41,16 @@ def blocks_of(
     return [rows] * len(eqn.outvars)
 
 
-def _laid_behind_each_other(eqn: JaxprEqn, relations: Sequence[Relation]) -> Rows | None:
+def _laid_behind_each_other(eqn: JaxprEqn, relations: Sequence[Relation]) -> BatchRows | None:
     """What the result of a concatenation is, if all of its operands have rows along its dim."""
     dim, inner = eqn.params["dimension"], None
     for relation in relations:
-        if not isinstance(relation, Rows) or relation.dim != dim:
+        if not isinstance(relation, BatchRows) or relation.dim != dim:
             return None
         if inner is not None and relation.inner not in (None, inner):
             return None
         inner = relation.inner if inner is None else inner
-    return Rows(dim, inner)
+    return BatchRows(dim, inner)
 
 
 def _edges(eqn: JaxprEqn, dim: int) -> list[int] | None:

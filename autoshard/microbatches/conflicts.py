@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autoshard.errors import MicrobatchError
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from autoshard.microbatches.relations import Invariant, Partial, Relation
+from autoshard.microbatches.relations import Invariant, PartialResult, Relation
 from autoshard.microbatches.rows import Microbatches
 from autoshard.program.user_code import source_of
 
@@ -59,7 +59,7 @@ def sums_behind(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation])
     todo, found, seen = list(late), set[Var](), set[Var]()
     while todo:
         var = todo.pop()
-        if isinstance(relations[var], Partial):
+        if isinstance(relations[var], PartialResult):
             found.add(var)
         elif relations[var] is Invariant.AFTER and var not in seen:
             seen.add(var)
@@ -95,7 +95,7 @@ def _multiplies(eqn: JaxprEqn) -> Iterable[bool]:
                 yield from (any(_multiplies(each)) for each in inner.eqns)
 
 
-def paired(whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> list[tuple[JaxprEqn, JaxprEqn]]:
+def paired_equations(whole: Sequence[JaxprEqn], part: Sequence[JaxprEqn]) -> list[tuple[JaxprEqn, JaxprEqn]]:
     pairs = list(zip(whole, part, strict=False))
     for eqn, small in pairs:
         if eqn.primitive is not small.primitive or len(eqn.invars) != len(small.invars):

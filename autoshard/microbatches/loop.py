@@ -26,11 +26,11 @@ from autoshard.jaxprs import (
     evaluated,
     with_live_equations,
 )
+from autoshard.microbatches.inline_calls import opened
 from autoshard.microbatches.microbatch import Microbatch
-from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import Proof, proof
-from autoshard.microbatches.relations import OWN, Invariant, Partial, Rows
-from autoshard.microbatches.rows import Microbatches, Place, stacked, unstacked
+from autoshard.microbatches.relations import OWN, BatchRows, Invariant, PartialResult
+from autoshard.microbatches.rows import Microbatches, MicrobatchPlace, stacked, unstacked
 from autoshard.microbatches.statistics import evaluated_late
 
 _COMBINED = {
@@ -117,7 +117,7 @@ class MicrobatchedStep:
 
     def is_stacked(self, var: Var) -> bool:
         """Whether what all microbatches make of a value is kept: rows of the batch, or statistics of each."""
-        return isinstance(self.proof.relations[var], Rows) or self.is_own(var)
+        return isinstance(self.proof.relations[var], BatchRows) or self.is_own(var)
 
     def needed(self) -> Needs:
         before, looping = set[Var](), set[Var]()
@@ -196,19 +196,21 @@ class MicrobatchedStep:
         """What all microbatches together make."""
         split = self.split
         read = {atom for i in self.needs.looped for atom in self.equations[i].invars if isinstance(atom, Var)}
-        rows = {var: relation for var in env if var in read and isinstance(relation := self.relation(var), Rows)}
+        rows = {var: relation for var in env if var in read and isinstance(relation := self.relation(var), BatchRows)}
         known = {self.twins[var]: env[var] for var in env if var in read and var not in rows}
         equations = [(self.equations[i], self.small[i], (i,)) for i in self.needs.looped]
         wanted = [self.twins[var] for var in (*self.needs.sums, *self.needs.rows)]
 
-        def of_group(place: Place, slices: list[Any]) -> list[Any]:
+        def of_group(place: MicrobatchPlace, slices: list[Any]) -> list[Any]:
             inner = known | {self.twins[var]: one for var, one in zip(rows, slices, strict=True)}
             return Microbatch(self.proof, split, place).run(equations, inner, wanted)
 
         def of_all_groups(index: Any, slices: list[Any]) -> list[Any]:
             if split.groups == 1:
-                return of_group(Place(index, 0), slices)
-            return jax.vmap(of_group, in_axes=(Place(None, 0), 0))(Place(index, jnp.arange(split.groups)), slices)
+                return of_group(MicrobatchPlace(index, 0), slices)
+            return jax.vmap(of_group, in_axes=(MicrobatchPlace(None, 0), 0))(
+                MicrobatchPlace(index, jnp.arange(split.groups)), slices
+            )
 
         ops = list(map(self.op, self.needs.sums))
 
@@ -258,7 +260,7 @@ class MicrobatchedStep:
 
     def op(self, var: Var) -> str:
         relation = self.proof.relations[var]
-        return relation.op if isinstance(relation, Partial) else _LAST
+        return relation.op if isinstance(relation, PartialResult) else _LAST
 
     def start(self, var: Var) -> Any:
         """What a sum is before the first microbatch."""

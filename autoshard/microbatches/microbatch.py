@@ -33,15 +33,15 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.microbatches.proof import Path, Proof
-from autoshard.microbatches.relations import Rows
+from autoshard.microbatches.relations import BatchRows
 from autoshard.microbatches.row_numbers import renumbered
-from autoshard.microbatches.rows import Microbatches, Place, taken
+from autoshard.microbatches.rows import Microbatches, MicrobatchPlace, taken
 
 
 class Microbatch:
     """The equations of one microbatch, run with the numbers of the whole step's literals."""
 
-    def __init__(self, found: Proof, split: Microbatches, place: Place):
+    def __init__(self, found: Proof, split: Microbatches, place: MicrobatchPlace):
         self.proof, self.split, self.place = found, split, place
 
     def run(
@@ -121,7 +121,7 @@ class Microbatch:
         dims = [dim for dim, (long, short) in enumerate(zip(array.shape, shape, strict=True)) if long != short]
         if not dims:
             return array
-        rows = Rows(dims[0], array.shape[dims[0]] // self.split.batch)
+        rows = BatchRows(dims[0], array.shape[dims[0]] // self.split.batch)
         return taken(array, rows, self.split, self.place)
 
     def remat(self, eqn: JaxprEqn, small: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
@@ -130,7 +130,7 @@ class Microbatch:
         assert whole is not None and part is not None, "it is a call"
 
         def body(microbatch: Any, group: Any, *inputs: Any) -> list[Any]:
-            place = Place(microbatch, group)
+            place = MicrobatchPlace(microbatch, group)
             return Microbatch(self.proof, self.split, place).body(whole, part, inputs, path)
 
         values = [*map(jnp.asarray, self.place), *operands]

@@ -35,17 +35,17 @@ from autoshard.microbatches.conflicts import (
     Conflict,
     NeedsAhead,
     is_of_batch_alone,
-    paired,
+    paired_equations,
     refusal,
     sums_behind,
 )
 from autoshard.microbatches.relations import (
     OWN,
     REDUCTIONS,
+    BatchRows,
     Invariant,
-    Partial,
+    PartialResult,
     Relation,
-    Rows,
     batch_factor,
     handed_on,
     is_part,
@@ -114,7 +114,7 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
     ahead, own, states = set[Var](), set[Var](), dict[Var, Var]()
     scaled = set[Var]()
     while True:
-        walk = _Walk(split, ahead, own, states, scaled)
+        walk = _ProofWalk(split, ahead, own, states, scaled)
         try:
             found = walk.step(whole, part)
             if walk.more:
@@ -138,7 +138,7 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
         own |= sums
 
 
-class _Walk:
+class _ProofWalk:
     """One walk over both jaxprs."""
 
     def __init__(
@@ -158,7 +158,7 @@ class _Walk:
         self.counted: dict[Path, int] = {}
         self.own: dict[Path, bool] = {}
         self.makers: dict[Var, JaxprEqn] = {}
-        self.drawn_rows: dict[Var, Rows] = {}
+        self.drawn_rows: dict[Var, BatchRows] = {}
         # jaxprs of a scan, by id, and relations of its operands -> those of its results, and what is found inside
         self.scans: dict[tuple, tuple[list[Relation], set[Path], dict[Path, int], dict[Path, bool]]] = {}
 
@@ -167,7 +167,7 @@ class _Walk:
     def step(self, whole: ClosedJaxpr, part: ClosedJaxpr) -> Proof:
         env: dict[Var, Relation] = {}
         for i, var in enumerate(whole.jaxpr.invars):
-            env[var] = Rows(self.split.dims[i], self.split.samples) if i in self.split.dims else Invariant.BEFORE
+            env[var] = BatchRows(self.split.dims[i], self.split.samples) if i in self.split.dims else Invariant.BEFORE
         env |= dict.fromkeys(self.states, Invariant.OWN)
         for var, other in zip(whole.jaxpr.constvars, part.jaxpr.constvars, strict=True):
             if (relation := self.made_of_nothing(var, other, Invariant.BEFORE)) is None:
@@ -178,7 +178,7 @@ class _Walk:
         read = {atom for eqn in equations_of(whole.jaxpr) for atom in eqn.invars if isinstance(atom, Var)}
         whole_equations = equations_of(whole.jaxpr)
         self.makers |= {var: eqn for eqn in whole_equations for var in eqn.outvars}
-        pairs = paired(whole_equations, equations_of(part.jaxpr))
+        pairs = paired_equations(whole_equations, equations_of(part.jaxpr))
         for i, (eqn, small) in enumerate(pairs):
             relations = [_read(env, atom) for atom in eqn.invars]
             if Invariant.OWN in relations:
@@ -237,7 +237,7 @@ class _Walk:
         self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path
     ) -> tuple[list[Relation], Invariant | None]:
         """The relations of an equation's results, and when it is computed."""
-        rows = any(isinstance(relation, Rows) for relation in relations)
+        rows = any(isinstance(relation, BatchRows) for relation in relations)
         is_late = Invariant.OWN_BACKWARD in relations and not is_backward(eqn)  # it reads the mean of all microbatches
         is_scaled = Invariant.OWN in relations or not self.in_loop.isdisjoint(eqn.outvars)
         may_run = is_part(eqn, relations) if is_scaled else may_run_in_loop(eqn, relations)
@@ -251,12 +251,12 @@ class _Walk:
             late = {
                 atom
                 for atom, relation in zip(eqn.invars, relations, strict=True)
-                if isinstance(atom, Var) and (relation is Invariant.AFTER or isinstance(relation, Partial))
+                if isinstance(atom, Var) and (relation is Invariant.AFTER or isinstance(relation, PartialResult))
             }
             if not late:
                 raise
             raise NeedsAhead(conflict, late) from None
-        differs = rows or any(isinstance(one, Rows | Partial) or one in OWN for one in (*relations, *found))
+        differs = rows or any(isinstance(one, BatchRows | PartialResult) or one in OWN for one in (*relations, *found))
         if differs and eqn.effects and any("IO" in str(effect) or "Ordered" in str(effect) for effect in eqn.effects):
             raise Conflict(eqn, "has an effect that every microbatch would have")
         return found, None if differs else Invariant.BEFORE
@@ -269,7 +269,7 @@ class _Walk:
             if aval_of(var).shape != aval_of(other).shape:
                 raise Conflict(whole.jaxpr.eqns[0], "reads a constant of the batch's size inside a loop or call")
             env[var] = Invariant.BEFORE
-        for i, (eqn, small) in enumerate(paired(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
+        for i, (eqn, small) in enumerate(paired_equations(equations_of(whole.jaxpr), equations_of(part.jaxpr))):
             found = self.equation(eqn, small, [_read(env, atom) for atom in eqn.invars], (*path, i))
             env.update(zip(eqn.outvars, found, strict=True))
         return [_read(env, atom) for atom in whole.jaxpr.outvars]
@@ -294,18 +294,18 @@ class _Walk:
         name = eqn.primitive.name
         if name in _PARTWISE:
             return list(relations)
-        if any(isinstance(relation, Rows) for relation in relations):
+        if any(isinstance(relation, BatchRows) for relation in relations):
             return self.with_rows(eqn, small, relations, path)
         if Invariant.AFTER in relations:
             return [Invariant.AFTER] * len(eqn.outvars)
-        if any(isinstance(relation, Partial) for relation in relations):
+        if any(isinstance(relation, PartialResult) for relation in relations):
             is_linear = linear(name, relations, pads_with=1 if name == "pad" else None) and not rounds(eqn)
             if not is_linear and moves_only(name) and len(relations) == 1:
                 return list(relations) * len(eqn.outvars)
             sums = sums_of(relations)
             if not is_linear and len(path) > 1 and self.split.own_statistics is not None:
                 raise Conflict(eqn, NEEDS_SUMS, sums)  # a loop or call makes nothing after the last microbatch
-            return [Partial("add", sums) if is_linear else Invariant.AFTER] * len(eqn.outvars)
+            return [PartialResult("add", sums) if is_linear else Invariant.AFTER] * len(eqn.outvars)
         known = Invariant.ZERO if keeps_zero(name, relations) else Invariant.BEFORE
         if known is Invariant.BEFORE and not OWN.isdisjoint(relations):
             known = self.own_kind(eqn, relations)
@@ -314,13 +314,13 @@ class _Walk:
         for out, other in zip(eqn.outvars, small.outvars, strict=True):
             if (relation := self.made_of_nothing(out, other, known)) is None:
                 raise Conflict(eqn, "makes something else for a smaller batch")
-            made.append(Rows(relation.dim, None) if repeats and isinstance(relation, Rows) else relation)
-        if not repeats and any(isinstance(relation, Rows) for relation in made):
+            made.append(BatchRows(relation.dim, None) if repeats and isinstance(relation, BatchRows) else relation)
+        if not repeats and any(isinstance(relation, BatchRows) for relation in made):
             if known in OWN:
                 raise Conflict(eqn, "makes rows of the batch of what each microbatch has its own of")
             self.drawn.add(path)
             rows = zip(eqn.outvars, made, strict=True)
-            self.drawn_rows |= {var: relation for var, relation in rows if isinstance(relation, Rows)}
+            self.drawn_rows |= {var: relation for var, relation in rows if isinstance(relation, BatchRows)}
         elif len(path) > 1 and not repeats:
             self.check_parameters(eqn, small)
         return made
@@ -337,13 +337,13 @@ class _Walk:
             return known
         if dims is None or len(dims) > 1 or shape[dims[0]] % self.split.batch:
             return None
-        return Rows(dims[0], shape[dims[0]] // self.split.batch)
+        return BatchRows(dims[0], shape[dims[0]] // self.split.batch)
 
     def with_rows(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
         name = eqn.primitive.name
-        array = Rows(relations[0].dim, 1) if isinstance(relations[0], Rows) else None
-        others = relations[1:] if name == "scatter-add" and relations[0] == Partial("add") else relations
-        if any(isinstance(relation, Partial) or relation is Invariant.AFTER for relation in others):
+        array = BatchRows(relations[0].dim, 1) if isinstance(relations[0], BatchRows) else None
+        others = relations[1:] if name == "scatter-add" and relations[0] == PartialResult("add") else relations
+        if any(isinstance(relation, PartialResult) or relation is Invariant.AFTER for relation in others):
             raise Conflict(eqn, NEEDS_SUMS, sums_of(others))
         self.check_parameters(eqn, small)
         if (blocks := blocks_of(eqn, small, relations, self.split)) is not None:
@@ -378,12 +378,12 @@ class _Walk:
         op = REDUCTIONS.get(eqn.primitive.name)
         if op is None or not is_reduced:
             raise Conflict(eqn, "needs all rows of the batch at once")
-        if eqn.primitive.name == "scatter-add" and relations[0] not in (Invariant.ZERO, Partial("add")):
+        if eqn.primitive.name == "scatter-add" and relations[0] not in (Invariant.ZERO, PartialResult("add")):
             raise Conflict(eqn, "adds to an array that each microbatch would add again")
         if out in self.sums:
             self.own[path] = op == "add"
             return self.own_kind(eqn, relations)
-        return Partial(op, frozenset({out}) | sums_of(relations))
+        return PartialResult(op, frozenset({out}) | sums_of(relations))
 
     def check_parameters(self, eqn: JaxprEqn, small: JaxprEqn) -> None:
         for key, value in eqn.params.items():
@@ -399,7 +399,7 @@ class _Walk:
             raise Conflict(eqn, "loops over the rows of the batch")
         consts, carries = scan_counts(eqn)
         carry, stacked = list(relations[consts : consts + carries]), list(relations[consts + carries :])
-        if any(isinstance(relation, Rows) and relation.dim == 0 for relation in stacked):
+        if any(isinstance(relation, BatchRows) and relation.dim == 0 for relation in stacked):
             raise Conflict(eqn, "loops over the rows of the batch")
         slices = [moved(relation, -1) for relation in stacked]
         whole, part, inside = eqn.params["jaxpr"], small.params["jaxpr"], len(path)
@@ -431,7 +431,7 @@ class _Walk:
             flag = self.body(
                 params["cond_jaxpr"], small.params["cond_jaxpr"], [*relations[:tests], *carry], (*path, "test")
             )
-            if isinstance(flag[0], Partial) or flag[0] is Invariant.AFTER:
+            if isinstance(flag[0], PartialResult) or flag[0] is Invariant.AFTER:
                 raise Conflict(eqn, "turns until all rows of the batch are done")
             results = self.body(
                 params["body_jaxpr"], small.params["body_jaxpr"], [*relations[tests : tests + consts], *carry],
@@ -442,7 +442,7 @@ class _Walk:
             carry = after
 
     def cond(self, eqn: JaxprEqn, small: JaxprEqn, relations: Sequence[Relation], path: Path) -> list[Relation]:
-        if isinstance(relations[0], Partial) or relations[0] is Invariant.AFTER:
+        if isinstance(relations[0], PartialResult) or relations[0] is Invariant.AFTER:
             raise Conflict(eqn, NEEDS_SUMS)
         pairs = zip(eqn.params["branches"], small.params["branches"], strict=True)
         found = [self.body(*pair, relations[1:], (*path, b)) for b, pair in enumerate(pairs)]

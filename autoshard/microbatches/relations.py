@@ -3,22 +3,22 @@
 A microbatch is every M-th row of the batch. The step is traced twice, for the whole batch and for the rows of one
 microbatch. Equation by equation, the two traces are the same but for shapes.
 
-=====================  ==========================================================================================
-relation               the whole value is
-=====================  ==========================================================================================
-`Invariant.ZERO`           zeros
-`Invariant.BEFORE`         the same in every microbatch, and known before the first one
-`Invariant.AFTER`          known once the last microbatch has run
-`Invariant.OWN`            another one in every microbatch: a statistic of its rows, and what is made of it
-`Invariant.OWN_BACKWARD`   the same of the backward pass
-`Invariant.IN_TURN`        what a state is that every microbatch changes by such statistics, one after the other
-`Rows(dim, inner)`     the rows of all microbatches, along `dim`; each row has `inner` elements next to each other there
-`Partial(op)`          what `op` makes of the values of all microbatches: their sum, or their maximum
-=====================  ==========================================================================================
+========================  ==============================================================================================
+relation                  the whole value is
+========================  ==============================================================================================
+`Invariant.ZERO`          zeros
+`Invariant.BEFORE`        the same in every microbatch, and known before the first one
+`Invariant.AFTER`         known once the last microbatch has run
+`Invariant.OWN`           another one in every microbatch: a statistic of its rows, and what is made of it
+`Invariant.OWN_BACKWARD`  the same of the backward pass
+`Invariant.IN_TURN`       what a state is that every microbatch changes by such statistics, one after the other
+`BatchRows(dim, inner)`   the rows of all microbatches, along `dim`; each has `inner` elements next to each other there
+`PartialResult(op)`       what `op` makes of the values of all microbatches: their sum, or their maximum
+========================  ==============================================================================================
 
-For a batch of 16 rows, x[16, 32] is `Rows(0, 1)`. The same as x.reshape(512) is `Rows(0, 32)`. The product x.T @ x is
-`Partial("add")`, and x.max() is `Partial("max")`. A row of zeros that is broadcast to [512] is `Rows(0, None)`: any
-number of elements may belong to one row.
+For a batch of 16 rows, x[16, 32] is `BatchRows(0, 1)`. The same as x.reshape(512) is `BatchRows(0, 32)`. The product
+x.T @ x is `PartialResult("add")`, and x.max() is `PartialResult("max")`. A row of zeros that is broadcast to [512] is
+`BatchRows(0, None)`: any number of elements may belong to one row.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Invariant(Enum):
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """A value that has rows of the batch along a dim."""
 
     dim: int
@@ -93,26 +93,26 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Partial:
+class PartialResult:
     """A value of which each microbatch makes a part."""
 
     op: str  # "add", "max", "min", "and", "or"
     sums: frozenset[Any] = field(default=frozenset(), compare=False)  # variables that are sums over rows: it is of them
 
 
-Relation = Invariant | Rows | Partial
+Relation = Invariant | BatchRows | PartialResult
 OWN = frozenset({Invariant.OWN, Invariant.OWN_BACKWARD})
 
 
 def sums_of(relations: Iterable[Relation]) -> frozenset[Any]:
     """The variables that are sums over rows of which parts of sums are made."""
-    return frozenset().union(*(one.sums for one in relations if isinstance(one, Partial)))
+    return frozenset().union(*(one.sums for one in relations if isinstance(one, PartialResult)))
 
 
 def joined(one: Relation, other: Relation) -> Relation | None:
     """What a value is that is one of these or the other, as a carry is; None if no relation says that."""
-    if isinstance(one, Partial) and one == other:
-        return Partial(one.op, sums_of([one, other]))
+    if isinstance(one, PartialResult) and one == other:
+        return PartialResult(one.op, sums_of([one, other]))
     if one == other:
         return one
     pair = {one, other}
@@ -120,9 +120,14 @@ def joined(one: Relation, other: Relation) -> Relation | None:
         return Invariant.OWN_BACKWARD if Invariant.OWN_BACKWARD in pair else Invariant.OWN
     if Invariant.ZERO in pair:
         rest = other if one is Invariant.ZERO else one
-        if rest in (Invariant.BEFORE, Partial("add")):
+        if rest in (Invariant.BEFORE, PartialResult("add")):
             return rest
-    if isinstance(one, Rows) and isinstance(other, Rows) and one.dim == other.dim and None in (one.inner, other.inner):
+    if (
+        isinstance(one, BatchRows)
+        and isinstance(other, BatchRows)
+        and one.dim == other.dim
+        and None in (one.inner, other.inner)
+    ):
         return other if one.inner is None else one
     return None
 
@@ -134,8 +139,8 @@ def linear(primitive: str, relations: Sequence[Relation], *, pads_with: int | No
         relations: of its operands, none of which has rows of the batch.
         pads_with: the operand that is the number to pad with, if there is one.
     """
-    parts = {i for i, relation in enumerate(relations) if relation == Partial("add")}
-    if len(parts) < sum(isinstance(relation, Partial) for relation in relations):
+    parts = {i for i, relation in enumerate(relations) if relation == PartialResult("add")}
+    if len(parts) < sum(isinstance(relation, PartialResult) for relation in relations):
         return False
     if primitive in _LINEAR:
         if pads_with is not None and relations[pads_with] is not Invariant.ZERO:
@@ -188,7 +193,7 @@ def batch_factor(rule: Rule, relations: Sequence[Relation], batch: int) -> Batch
     """The one factor of a rule that holds the rows of `batch`, or why there is none."""
     found: dict[str, int | None] = {}
     for dims, relation in zip(rule.operands, relations, strict=True):
-        if not isinstance(relation, Rows):
+        if not isinstance(relation, BatchRows):
             continue
         factor = _factor_at(dims[relation.dim], rule.sizes, relation.inner, batch)
         if factor is None:
@@ -214,12 +219,12 @@ def _factor_at(factors: Sequence[str], sizes: Mapping[str, int], inner: int | No
     return None
 
 
-def handed_on(rule: Rule, factor: BatchFactor, result: int) -> Rows | None:
+def handed_on(rule: Rule, factor: BatchFactor, result: int) -> BatchRows | None:
     """The rows of a result; None if it has none, so that they are reduced."""
     for dim, factors in enumerate(rule.results[result]):
         if factor.name in factors:
             minor = math.prod(rule.sizes[name] for name in factors[factors.index(factor.name) + 1 :])
-            return Rows(dim, None if factor.inner is None else factor.inner * minor)
+            return BatchRows(dim, None if factor.inner is None else factor.inner * minor)
     return None
 
 
@@ -246,7 +251,7 @@ def may_run_in_loop(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
     """Whether an equation without rows makes a value before the loop, or a sum that is as well taken of its result."""
     if Invariant.AFTER in relations:
         return False
-    if not any(isinstance(relation, Partial) for relation in relations):
+    if not any(isinstance(relation, PartialResult) for relation in relations):
         return True
     return eqn.primitive.name in _SUMMED_ON and widens(eqn) and linear(eqn.primitive.name, relations)
 
@@ -256,8 +261,8 @@ def is_part(eqn: JaxprEqn, relations: Sequence[Relation]) -> bool:
     if Invariant.AFTER in relations:
         return False
     is_linear = linear(eqn.primitive.name, relations, pads_with=1 if eqn.primitive.name == "pad" else None)
-    return (is_linear and not rounds(eqn)) or not any(isinstance(relation, Partial) for relation in relations)
+    return (is_linear and not rounds(eqn)) or not any(isinstance(relation, PartialResult) for relation in relations)
 
 
 def moved(relation: Relation, by: int) -> Relation:
-    return Rows(relation.dim + by, relation.inner) if isinstance(relation, Rows) else relation
+    return BatchRows(relation.dim + by, relation.inner) if isinstance(relation, BatchRows) else relation

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
-from autoshard.microbatches.relations import Relation, Rows
+from autoshard.microbatches.relations import BatchRows, Relation
 from autoshard.microbatches.rows import Microbatches
 
 _PASS_ON = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"})
@@ -20,7 +20,7 @@ def row_column(
     eqn: JaxprEqn,
     relations: Sequence[Relation],
     makers: Mapping[Var, JaxprEqn],
-    drawn: Mapping[Var, Rows],
+    drawn: Mapping[Var, BatchRows],
     split: Microbatches,
 ) -> int | None:
     """The column of a gather's or scatter's indices that counts the rows of its first operand; None if there is none.
@@ -34,7 +34,7 @@ def row_column(
     if name != "gather" and not name.startswith("scatter"):
         return None
     array, indices = relations[0], eqn.invars[1]
-    if not isinstance(array, Rows) or aval_of(eqn.invars[0]).shape[array.dim] != split.batch:
+    if not isinstance(array, BatchRows) or aval_of(eqn.invars[0]).shape[array.dim] != split.batch:
         return None
     numbers = eqn.params["dimension_numbers"]
     indexed = numbers.start_index_map if name == "gather" else numbers.scatter_dims_to_operand_dims
@@ -48,14 +48,14 @@ def row_column(
     return column if _counts_rows(maker.invars[column], makers, drawn) else None
 
 
-def _counts_rows(atom: Any, makers: Mapping[Var, JaxprEqn], drawn: Mapping[Var, Rows]) -> bool:
+def _counts_rows(atom: Any, makers: Mapping[Var, JaxprEqn], drawn: Mapping[Var, BatchRows]) -> bool:
     """Whether a value is 0, 1, 2, ... over the batch, also after what JAX does with indices that may be negative."""
     maker = makers.get(atom) if isinstance(atom, Var) else None
     if maker is None:
         return False
     name, params = maker.primitive.name, maker.params
     if name == "iota":
-        return drawn.get(maker.outvars[0]) == Rows(params["dimension"], 1)
+        return drawn.get(maker.outvars[0]) == BatchRows(params["dimension"], 1)
     if name in _PASS_ON:
         return _counts_rows(maker.invars[0], makers, drawn)
     if name != "select_n":
@@ -80,7 +80,7 @@ def renumbered(indices: Any, column: int, split: Microbatches) -> Any:
 def reads_positions(eqn: JaxprEqn, relations: Sequence[Relation]) -> str | None:
     """Why an equation needs the numbers of rows in the whole batch, if it does."""
     name, relation = eqn.primitive.name, relations[0] if relations else None
-    if not isinstance(relation, Rows):
+    if not isinstance(relation, BatchRows):
         return None
     positions: Sequence[int] = ()
     if name == "gather":

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from autoshard.microbatches.relations import Rows
+from autoshard.microbatches.relations import BatchRows
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Microbatches:
         return self.batch // self.parts
 
 
-def stacked(array: Any, rows: Rows, split: Microbatches) -> Any:
+def stacked(array: Any, rows: BatchRows, split: Microbatches) -> Any:
     """[..., B, ...] -> [M, G, ..., B/MG, ...], or without G if there is one group: all microbatches."""
     apart, dim = _apart(array, rows, split)
     outer = jnp.moveaxis(apart, (dim + 2, dim), (0, 1))
@@ -52,7 +52,7 @@ def stacked(array: Any, rows: Rows, split: Microbatches) -> Any:
     return outer.reshape(split.count, *[split.groups] * (split.groups > 1), *shape)
 
 
-def unstacked(array: Any, rows: Rows, split: Microbatches) -> Any:
+def unstacked(array: Any, rows: BatchRows, split: Microbatches) -> Any:
     """The reverse of `stacked`."""
     inner, shape = rows.inner or 1, array.shape[1 + (split.groups > 1) :]
     before, size, after = shape[: rows.dim], shape[rows.dim], shape[rows.dim + 1 :]
@@ -63,14 +63,14 @@ def unstacked(array: Any, rows: Rows, split: Microbatches) -> Any:
     return back.reshape(_sized(shape, rows.dim, size * split.parts))
 
 
-class Place(NamedTuple):
+class MicrobatchPlace(NamedTuple):
     """Which rows are run."""
 
     microbatch: Any  # its number
     group: Any  # its number; mapped over, it counts the groups
 
 
-def taken(array: Any, rows: Rows, split: Microbatches, place: Place) -> Any:
+def taken(array: Any, rows: BatchRows, split: Microbatches, place: MicrobatchPlace) -> Any:
     """[..., B, ...] -> [..., B/MG, ...]: the rows of one group of one microbatch."""
     apart, dim = _apart(array, rows, split)
     of_groups = jax.lax.dynamic_index_in_dim(apart, place.microbatch, dim + 2, keepdims=False)
@@ -93,7 +93,7 @@ def _of_group(array: Any, dim: int, group: Any) -> Any:
     return part(group, array)
 
 
-def _apart(array: Any, rows: Rows, split: Microbatches) -> tuple[Any, int]:
+def _apart(array: Any, rows: BatchRows, split: Microbatches) -> tuple[Any, int]:
     """[..., O * B * inner, ...] -> [..., O, G, B/MG, M, inner, ...], without O if it is 1; and the dim of G."""
     dim, inner = rows.dim, rows.inner or 1
     blocks = _blocks(array.shape[dim] // (split.batch * inner))

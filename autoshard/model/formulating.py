@@ -59,11 +59,11 @@ from autoshard.model.pricing.cost_tables import (
     without_copies_apart,
     without_growth,
 )
-from autoshard.model.pricing.late import once_in_time
+from autoshard.model.pricing.formulation_deadline import once_in_time
 from autoshard.model.pricing.price_lists import PriceLists
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.prices import PriceList
 from autoshard.model.regions.shared_work import shared_work
-from autoshard.model.resharding_memory import MoveToPlace, Reader, Resharding, narrow_groups, uses_of
+from autoshard.model.resharding_memory import MoveToPlace, Resharding, ValueReader, narrow_groups, uses_of
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.rounding import Readers
@@ -122,7 +122,7 @@ def formulator(
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     lists = functools.cache(lambda: PriceLists.of(program, rules, mesh, topology, backend, formulate))
 
-    def formulation(prices: Prices, until: float, *, counts_memory: bool) -> Formulation:
+    def formulation(prices: PriceList, until: float, *, counts_memory: bool) -> Formulation:
         known, given, opened = lists(), fixed or {}, open_axes or {}
         how = known.program, known.groups, prices, given, known.backend, opened, moves_views
         with prices.memo.ending(until):
@@ -143,7 +143,7 @@ class _Formulator:
         self,
         program: Program,
         groups: list[Group],
-        prices: Prices,
+        prices: PriceList,
         fixed: Mapping[int, Layout],
         backend: Backend,
         open_axes: Mapping[int, frozenset[str]],
@@ -162,7 +162,7 @@ class _Formulator:
         self.tables = ResultTables(backend, math.prod(prices.mesh.values()))
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
-        self.readers: dict[int, list[Reader]] = defaultdict(list)
+        self.readers: dict[int, list[ValueReader]] = defaultdict(list)
         self.start = {made.value.id: group.point for group in groups for made in group.outputs}
         self.returns, self.taking, self.written = returned(program), taking_places(program), results_written(groups)
         self.copied = copied_results(program, groups, prices.backend.operations)
@@ -176,15 +176,15 @@ class _Formulator:
         first_group = len(self.program.arguments)
         for group, priced in zip(self.groups, self.priced, strict=True):
             for use, layouts in zip(group.uses, priced.operand_layouts, strict=True):
-                self.readers[use.value.id].append(Reader(first_group + group.index, layouts, group, use))
+                self.readers[use.value.id].append(ValueReader(first_group + group.index, layouts, group, use))
         homes = self._homes()
         for argument, result in self.program.carried.items():
             value = self.program.results[result]
             if value is not self.program.arguments[argument]:
                 assert isinstance(value, Value), "a number takes no argument's place"
-                self.readers[value.id].append(Reader(argument, self._homes_of(homes[argument])))
-        said = [f"fixed= wants {spec_of(self.fixed[i])}" if i in self.fixed else "" for i in range(len(homes))]
-        arguments = zip(self.program.arguments, map(self._homes_of, homes), said, strict=True)
+                self.readers[value.id].append(ValueReader(argument, self._homes_of(homes[argument])))
+        reasons = [f"fixed= wants {spec_of(self.fixed[i])}" if i in self.fixed else "" for i in range(len(homes))]
+        arguments = zip(self.program.arguments, map(self._homes_of, homes), reasons, strict=True)
         check_host_memory(arguments, zip(self.groups, self.priced, strict=True), self.readers)
         self._add_arguments(homes)
         self._add_groups()
@@ -227,10 +227,10 @@ class _Formulator:
             self.names.append(value.name)
             kepts = options[index]
             narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
-            told = value.id in self.prices.weights, value.id in self.prices.ahead
+            traits = value.id in self.prices.weights, value.id in self.prices.ahead
             moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
             rounded = value.id in self.prices.rounded
-            what = value.shape, value.on_host, *told, rounded, *moving, self.prices.turns.get(value.id)
+            what = value.shape, value.on_host, *traits, rounded, *moving, self.prices.turns.get(value.id)
             # a size in memory, if it arrives anew every step
             stored = None if index in staying else self.prices.widths.stored(value)
             copies = self.copied.get(value.id, (0, 0.0))
@@ -290,7 +290,7 @@ class _Formulator:
         return np.where([kept.narrow for kept in kepts], found[-1], found[0])
 
     def _argument_table(
-        self, value: Value, kepts: tuple[ArgumentOption, ...], reader: Reader, reads_narrow: bool
+        self, value: Value, kepts: tuple[ArgumentOption, ...], reader: ValueReader, reads_narrow: bool
     ) -> np.ndarray:
         """Seconds from each option to each want. Without a copy only slices are allowed: a copy must be counted."""
         stays = self.prices.stays(value, self._homes_of(kepts), reader.wants)
@@ -406,7 +406,7 @@ class _Formulator:
 
     def _connect_readers(
         self,
-        readers: Sequence[Reader],
+        readers: Sequence[ValueReader],
         value: Value,
         narrow: Sequence[Group],
         apart: Sequence[tuple[Layout, Layout]],
@@ -448,7 +448,7 @@ class _Formulator:
         return holder, wants
 
     def _copies_apart(
-        self, leaves: tuple[Layout, ...], readers: Sequence[Reader], narrow: tuple[Group, ...]
+        self, leaves: tuple[Layout, ...], readers: Sequence[ValueReader], narrow: tuple[Group, ...]
     ) -> tuple[tuple[Layout, Layout], ...]:
         """How a value may be left and a copy for those alone who read fewer bits of it; none if nobody does."""
         if not narrow:

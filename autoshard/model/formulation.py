@@ -31,8 +31,8 @@ from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
 )
 from autoshard.model.pricing.memo import LastChoice
-from autoshard.model.pricing.prices import PricedStrategies, Prices
-from autoshard.model.resharding_memory import Reader, Resharding, narrow_groups
+from autoshard.model.pricing.prices import PricedStrategies, PriceList
+from autoshard.model.resharding_memory import Resharding, ValueReader, narrow_groups
 from autoshard.model.xla.rounding import Readers
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
@@ -67,12 +67,12 @@ class Formulation:
     traced: Program  # as it was traced, branches for other platforms included
     rules: Sequence[Rule]  # one per equation
     mesh: Mapping[str, int]  # without axes of one device
-    prices: Prices
+    prices: PriceList
     groups: Sequence[Group]
     arguments: Sequence[tuple[ArgumentOption, ...]]  # per argument, its options
     priced: Sequence[PricedStrategies]  # per group
     shared: Mapping[int, SharedLayout]  # value id -> its node
-    readers: Mapping[int, Sequence[Reader]]  # value id -> who wants it
+    readers: Mapping[int, Sequence[ValueReader]]  # value id -> who wants it
     reshardings: Sequence[Resharding]  # what may hold more, beside the lives
     problem: Problem
     heap: Heap = field(repr=False, default_factory=Heap)  # which of its lives are temporaries and results

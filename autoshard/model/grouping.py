@@ -27,7 +27,7 @@ from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
 from autoshard.model.xla.operations import beginning, running_ahead, running_beside
 from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import added_sums, hoisted_sums, late_products, read_once
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.halos import Reach, renamed
 from autoshard.propagation.projection import layout_of_factors
@@ -173,7 +173,7 @@ def _ending_products(
         if group.fuses:
             alone = any(all(home[reader.index] is group for reader, _ in readers[one]) for one in products)
             ends[group.index] = alone and (not by_library or ends_as_libraries_do(group.equations))
-        elif facts_of(group.equations[0].primitive).work is Work.REDUCTION and not by_library:
+        elif facts_of(group.equations[0].primitive).work is FlopRule.REDUCTION and not by_library:
             ends[group.index] = bool(products) or any(ends[maker.index] for _, maker in made_by)
     return ends
 

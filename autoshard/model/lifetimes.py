@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autoshard.model.groups import Group, Use
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Value
 
 # Bytes of the heap per byte of temporaries: they lie in one heap, with gaps. A round figure, checked by the peaks that
@@ -118,7 +118,7 @@ def written_at(group: Group, value: Value) -> int:
     if producer.loop and producer.primitive == "scan_carry":
         return producer.loop[0]
     point = made_at(group, producer, producer.outputs.index(value))
-    is_copy = facts_of(producer.primitive).work is Work.FACTORIZATION  # a library works beside it
+    is_copy = facts_of(producer.primitive).work is FlopRule.FACTORIZATION  # a library works beside it
     return max(0, point - 1) if is_copy else point
 
 

@@ -30,8 +30,8 @@ from autoshard.model.pricing.cost_tables import (
     homes_of,
 )
 from autoshard.model.pricing.memo import read_only
-from autoshard.model.pricing.prices import Prices
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.pricing.prices import PriceList
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
 from autoshard.model.workspaces import (
     ShardBytes,
@@ -82,7 +82,7 @@ class HeldArgument:
     end: int  # the program point past all equations
     nodes: Callable[[Group], int]
     strategies: Callable[[Group], tuple[Strategy, ...]]
-    prices: Prices
+    prices: PriceList
 
     @cached_property
     def at_home(self) -> np.ndarray:
@@ -126,7 +126,7 @@ class HeldOutput:
     points: Mapping[int, int]  # value id -> the point that makes it
     reads: Mapping[int, int]  # value id -> how often it is read, as a result of the program, too
     end: int  # the program point past all equations
-    prices: Prices
+    prices: PriceList
 
     @property
     def has_buffer(self) -> bool:
@@ -238,7 +238,7 @@ class ReadValue:
 
     made: HeldOutput
     used: Span  # from the first to past the last use
-    readers: Sequence[Reader]
+    readers: Sequence[ValueReader]
     holder: int  # the node that decides in which layout it is read
     sizes: np.ndarray  # bytes per option of that node
     is_overwritten: bool  # whether its one reader writes a result over it

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.layout import Layout
-from autoshard.mesh.resharding import Step
+from autoshard.mesh.resharding import ReshardingStep
 from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import HEAP_OVERHEAD, Span, use_span
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.prices import PriceList
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.rounding import Readers, Widths
 from autoshard.program import Value
@@ -29,7 +29,7 @@ SAME_BYTES = 1e-9  # relative: sums of bytes that differ by less are equal
 
 
 @dataclass(frozen=True)
-class Reader:
+class ValueReader:
     """Somebody who wants a value: a group, or an argument whose place it takes."""
 
     node: int
@@ -53,12 +53,12 @@ class Reader:
         return self.is_elementwise and not (self.group is not None and self.group.is_view)
 
 
-def uses_of(readers: Iterable[Reader]) -> list[tuple[Group, Use]]:
+def uses_of(readers: Iterable[ValueReader]) -> list[tuple[Group, Use]]:
     """The groups among the readers, and what they use."""
     return [(reader.group, reader.use) for reader in readers if reader.group and reader.use]
 
 
-def narrow_groups(readers: Sequence[Reader], value: Value, widths: Widths) -> tuple[Group, ...]:
+def narrow_groups(readers: Sequence[ValueReader], value: Value, widths: Widths) -> tuple[Group, ...]:
     """Those of several readers for whom alone a copy is smaller than one for all."""
     if len(readers) == 1:
         return ()
@@ -85,7 +85,7 @@ class Resharding:
     counts_left: bool  # whether the problem counts the value as left while it is resharded
     counts_wanted: bool  # whether it counts the resharded copy
     fused: bool  # whether elementwise readers take their slices themselves
-    users: Sequence[Reader]  # who gets the value this way
+    users: Sequence[ValueReader]  # who gets the value this way
     copied_for: Readers  # who reads a copy that is for them alone
     made: int | None  # the point that makes it, if it is not stored until it is used
 
@@ -100,7 +100,7 @@ class Resharding:
         (left, lefts), (wanted, wants) = self.left, self.wanted
         return lefts[choice[left]], wants[choice[wanted]]
 
-    def extra(self, left: Layout, wanted: Layout, prices: Prices) -> ExtraBytes:
+    def extra(self, left: Layout, wanted: Layout, prices: PriceList) -> ExtraBytes:
         """The bytes that resharding the value from one layout to the other holds.
 
         A slice that is taken on the way costs nothing, but the value as it was left has to stay. XLA reshards a value
@@ -119,7 +119,9 @@ class Resharding:
         at_once = self.made is not None and after <= before
         return ExtraBytes(copies * before + transposed, after * (not self.counts_wanted), at_once)
 
-    def _pieces_transposed(self, steps: Sequence[Step], left: Layout, wanted: Layout, prices: Prices) -> float:
+    def _pieces_transposed(
+        self, steps: Sequence[ReshardingStep], left: Layout, wanted: Layout, prices: PriceList
+    ) -> float:
         """How many pieces are gathered once the last dim other than the first is; inf if none is.
 
         XLA gathers such a dim as the first, and transposes what it has.
@@ -150,17 +152,17 @@ class Resharding:
         """The point at which it holds what it needs at first."""
         return self.starts(extra)
 
-    def copied_to(self, choice: Sequence[int]) -> list[Reader]:
+    def copied_to(self, choice: Sequence[int]) -> list[ValueReader]:
         """The users of the resharded copy; a user who wants the value as it is left reads no copy."""
         left, _ = self.layouts(choice)
         return [reader for reader in self.users if reader.wants[choice[reader.node]] != left]
 
-    def used_until(self, users: Sequence[Reader], last: Sequence[int]) -> int:
+    def used_until(self, users: Sequence[ValueReader], last: Sequence[int]) -> int:
         """The point past the last use by these users, given the last point at which each group runs."""
         uses = uses_of(users)
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
 
-    def reliefs(self, earliest: Sequence[int], prices: Prices) -> Iterator[tuple[Span, np.ndarray]]:
+    def reliefs(self, earliest: Sequence[int], prices: PriceList) -> Iterator[tuple[Span, np.ndarray]]:
         """By how much less may be held than the problem counts: spans with bytes per option of who wants the value.
 
         Args:
@@ -194,7 +196,7 @@ class MoveToPlace(Resharding):
 
     is_copy: bool = False  # whether it cannot be made in its buffer, in which its maker reads the argument
 
-    def extra(self, left: Layout, wanted: Layout, prices: Prices) -> ExtraBytes:
+    def extra(self, left: Layout, wanted: Layout, prices: PriceList) -> ExtraBytes:
         moved, before = super().extra(left, wanted, prices), prices.arrays.local_bytes(self.value, left)
         stays, first = self.is_copy, moved.first
         if left != wanted:
@@ -211,7 +213,9 @@ class MoveToPlace(Resharding):
         return 2  # a result lies in rows
 
 
-def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices, *, at_least: bool = False) -> Problem:
+def counted(
+    problem: Problem, reshardings: Iterable[Resharding], prices: PriceList, *, at_least: bool = False
+) -> Problem:
     """The problem with a node for each of these reshardings behind its own. It never counts less than held.
 
     Args:
@@ -235,7 +239,7 @@ def counted(problem: Problem, reshardings: Iterable[Resharding], prices: Prices,
 
 
 def relieved(
-    problem: Problem, reshardings: Iterable[Resharding], groups: Sequence[Group], prices: Prices
+    problem: Problem, reshardings: Iterable[Resharding], groups: Sequence[Group], prices: PriceList
 ) -> Problem | None:
     """The problem whose lives hold no more than a choice does that reshards these; None where that is not found.
 
@@ -262,7 +266,7 @@ def relieved(
     return replace(problem, lives=tuple(live for held in lives.values() for live in held), checked=True)
 
 
-class _Node(NamedTuple):
+class _ReshardingNode(NamedTuple):
     """What is added to a problem for a resharding."""
 
     costs: np.ndarray  # per option
@@ -270,7 +274,7 @@ class _Node(NamedTuple):
     lives: list[tuple[Span, np.ndarray]]  # bytes per option
 
 
-def _node(resharding: Resharding, prices: Prices, at_least: bool) -> _Node:
+def _node(resharding: Resharding, prices: PriceList, at_least: bool) -> _ReshardingNode:
     options = list(_options(resharding, prices))
     agree: dict[int, np.ndarray] = {}
     ends = resharding.left, resharding.wanted
@@ -282,11 +286,11 @@ def _node(resharding: Resharding, prices: Prices, at_least: bool) -> _Node:
         here = [extra if resharding.starts(extra) == start else ExtraBytes(0, 0, False) for *_, extra in options]
         at_first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP_OVERHEAD for part in (0, 1))
         lives += [((first, first + 1), at_first), ((start, max(end, start + 1)), then)]
-    return _Node(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
+    return _ReshardingNode(np.zeros(len(options)), agree, [(span, usage) for span, usage in lives if usage.any()])
 
 
 def _options(
-    resharding: Resharding, prices: Prices
+    resharding: Resharding, prices: PriceList
 ) -> Iterable[tuple[tuple[Layout, ...], tuple[Layout, ...], ExtraBytes]]:
     """Layouts in which the value is left and wanted, and what every resharding between them holds: each pair once."""
     found: dict[tuple[tuple[Layout, ...], ExtraBytes], list[Layout]] = defaultdict(list)

@@ -18,7 +18,7 @@ from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
 from autoshard.model.xla.scatters import scatters_at_once, scatters_slices, stages_of
-from autoshard.operations.split import Run
+from autoshard.operations.split import CallRun
 from autoshard.operations.sums import IndexGroups
 from autoshard.primitives import facts_of
 from autoshard.program import Value
@@ -63,7 +63,7 @@ class Strategy:
     output_layouts: tuple[Layout, ...]  # per output of the group
     finishes: tuple[Finish, ...]
     halos: tuple[Halo, ...] = ()
-    run: Run | None = None  # of a call of an operation: what computes it on shards
+    run: CallRun | None = None  # of a call of an operation: what computes it on shards
 
     @cached_property
     def axes(self) -> dict[int, tuple[str, ...]]:

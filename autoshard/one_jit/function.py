@@ -13,16 +13,16 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.decorated import Parameters, PlannedStep, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError
 from autoshard.jaxprs import as_function
-from autoshard.lower import Lowering, Step
+from autoshard.lower import JittedStep, Lowering
+from autoshard.one_jit.equal_stages import uniform_stages
 from autoshard.one_jit.plan import OneJitPlan, OneJitPlanner, StagesOnMesh, of_data
-from autoshard.one_jit.uniform import uniform_stages
 from autoshard.one_jit.whole_step import WholeStep
 from autoshard.options import Options
 from autoshard.planning import bound_plan
 from autoshard.plans.plan import PlanData
 from autoshard.processes.agreement import Claims, check_alike
 from autoshard.program import Program, context
-from autoshard.replanning.planner import Planner
+from autoshard.replanning.planner import Replanner
 from autoshard.stages.cutting import CuttableStep
 from autoshard.stages.reading.plan_source import PlanSource
 from autoshard.stages.requests import PipelineRequest
@@ -31,7 +31,7 @@ from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
 
-class OneJitStep(Step):
+class OneJitStep(JittedStep):
     """The step in equal stages under `jax.jit`."""
 
     def __init__(self, program: Program, plan: PlanData, whole: WholeStep, **jit_keywords: Any):
@@ -63,7 +63,7 @@ class OneJitLowering(Lowering):
     whole: WholeStep = field(kw_only=True)
 
     @functools.cached_property
-    def step(self) -> Step:
+    def step(self) -> JittedStep:
         return OneJitStep(self.program, self.plan, self.whole, **self.jit_keywords)
 
     def __call__(self, mesh: Mesh | AbstractMesh | None = None) -> jax.stages.Lowered:
@@ -121,7 +121,7 @@ class OneJitFunction(ShardedFunction[Parameters, Result]):
             self._lowered(plan, here),
             program,
             context(),
-            Planner.of(program, options, self._jit_keywords, is_given=True),
+            Replanner.of(program, options, self._jit_keywords, is_given=True),
         )
 
     def _lowered(self, plan: Plan, here: StagesOnMesh) -> Plan:

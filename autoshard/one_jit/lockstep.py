@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.jaxprs import as_function
 from autoshard.lower.emitter import Emitter
-from autoshard.one_jit.uniform import Port, UniformStages
+from autoshard.one_jit.equal_stages import Port, UniformStages
 from autoshard.stages.programs import Key, StageProgram
 from autoshard.user_plan import Plan
 
@@ -109,12 +109,11 @@ class Lockstep:
 
     def run(self, mesh: Mesh | AbstractMesh, inputs: LoopInputs) -> LoopResults:
         """The whole loop, traced."""
-        makes = _Tick(self)
         mapped, whole = P(self.axis), P()
         index = jnp.arange(self.count)
         given = (index, inputs.stacked, inputs.families), (inputs.shared, inputs.ends)
         run = jax.shard_map(
-            makes.loop,
+            lambda mapped, whole: _StageLoop(self, *jax.tree.map(lambda x: x[0], mapped), *whole).run(),
             mesh=mesh,
             in_specs=(mapped, whole),
             out_specs=(mapped, whole),
@@ -126,160 +125,198 @@ class Lockstep:
 
 
 @dataclass(frozen=True, eq=False)
-class _Tick:
-    """What one stage does, on its own arrays."""
+class _StageLoop:
+    """What one stage does in all ticks, on its own arrays."""
 
-    loop_of: Lockstep
+    step: Lockstep
+    index: Any  # of the stage, from 0
+    stacked: Mapping[int, Any]  # as of `LoopInputs`, the stage's own part
+    families: Mapping[Family, Any]
+    shared: Mapping[Key, Any]
+    ends: Mapping[Place, Any]
+
+    @property
+    def last(self) -> int:
+        return self.step.count - 1
 
     def called(self, program: StageProgram, arrays: Sequence[Any]) -> list[Any]:
-        return annotated_program(program, self.loop_of.plans, jax.sharding.get_abstract_mesh())(*arrays)
+        return annotated_program(program, self.step.plans, jax.sharding.get_abstract_mesh())(*arrays)
 
-    def loop(self, mapped: Any, whole: Any) -> tuple[Any, Any]:
-        """All ticks."""
-        step, programs = self.loop_of, self.loop_of.stages.programs
-        index, stacked, families = jax.tree.map(lambda x: x[0], mapped)
-        shared, ends = whole
-        last = step.count - 1
-
-        def zeros(key: Key) -> Any:
-            type_ = programs.types[key]
-            return jnp.zeros(type_.shape, type_.dtype)
-
-        sums = {keys: families[keys] for kind in ("F", "B") for keys in step.families_of(kind, "sum")}
-        end_sums = {place: array for place, array in ends.items() if place[0].kind == "sum"}
-        rows_of = [(key, one) for one in step.end_programs for key in one.outputs if key.kind == "rows"]
-        rows = {key: jnp.zeros((step.microbatches, *programs.types[key].shape), programs.types[key].dtype)
-                for key, _ in rows_of}  # fmt: skip
-        state: dict[str, Any] = {
-            "sums": sums,
-            "ends": end_sums,
-            "rows": rows,
-            "forward": [zeros(port.keys[0]) for port in step.passed["F"]],
-            "backward": [zeros(port.keys[-1]) for port in step.passed["B"]],
-            "kept": [
-                jnp.zeros((step.slots, *one.shape), one.dtype)
-                for one in (programs.types[one if isinstance(one, Key) else one.keys[0]] for one in step.kept)
-            ],
-        }
+    def run(self) -> tuple[Any, Any]:
+        """All ticks: the stage's own results, and those that all stages have."""
 
         def tick(state: Any, t: Any) -> tuple[Any, None]:
-            m, back = t - index, t - (2 * last - index)
-            at, is_on = jnp.clip(m, 0, step.microbatches - 1), (m >= 0) & (m < step.microbatches)
-            at_back, is_back = jnp.clip(back, 0, step.microbatches - 1), (back >= 0) & (back < step.microbatches)
-            state, values = dict(state), dict[Key, Any]()
+            return _Tick(self, dict(state), {}).run(t), None
 
-            def of_end(kind: str, stage: int, microbatch: Any, counts: Any) -> None:
-                program = step.stages.program(kind, stage)
-                if program is None:
-                    return
-                arrays = []
-                for key in program.inputs:
-                    if key.kind == "microbatch":
-                        arrays.append(microbatch)
-                    elif key.kind == "sum":
-                        arrays.append(state["ends"][key, stage])
-                    elif key.kind == "early":
-                        arrays.append(ends[key, stage])
-                    else:
-                        arrays.append(values[key] if key.kind == "value" else shared[key])
-                for key, array in zip(program.outputs, self.called(program, arrays), strict=True):
-                    if key.kind == "value":
-                        values[key] = array
-                    elif key.kind == "sum":
-                        old = state["ends"][key, stage]
-                        state["ends"] = {**state["ends"], (key, stage): jnp.where(counts, array, old)}
-                    else:
-                        old = state["rows"][key]
-                        new = old.at[microbatch].set(jnp.where(counts, array, old[microbatch]))
-                        state["rows"] = {**state["rows"], key: new}
+        state, _ = jax.lax.scan(tick, self.start(), jnp.arange(self.step.ticks))
+        makers = {key: one.stage for key, one in self.rows_of()}
+        ends = {place: self.owned(array, place[1]) for place, array in state["ends"].items()}
+        rows = {key: self.owned(array, makers[key]) for key, array in state["rows"].items()}
+        return jax.tree.map(lambda x: x[None], state["sums"]), (ends, rows)
 
-            def of_layers(kind: str, microbatch: Any, counts: Any, value: Any) -> list[Any]:
-                program, arrays = step.stages.alike(kind)[0], []
-                for port in step.stages.ports[kind]:
-                    if port.kind == "microbatch":
-                        arrays.append(microbatch)
-                    elif port.kind == "stacked":
-                        arrays.append(stacked[port.number])
-                    elif port.kind == "early":
-                        arrays.append(families[port.keys])
-                    elif port.kind == "sum":
-                        arrays.append(state["sums"][port.keys])
-                    elif port.kind == "shared" and port.keys[0].kind != "value":
-                        arrays.append(shared[port.keys[0]])
-                    else:
-                        arrays.append(value(port))
-                made = self.called(program, arrays)
-                several = zip(*(one.outputs for one in step.stages.alike(kind)), strict=True)
-                for keys, array in zip(several, made, strict=True):
-                    if keys[0].kind == "sum":
-                        old = state["sums"][keys]
-                        state["sums"] = {**state["sums"], keys: jnp.where(counts, array, old)}
-                return made
+    def rows_of(self) -> list[tuple[Key, StageProgram]]:
+        """What ends of the loop make row by row, each with the program that makes it."""
+        return [(key, one) for one in self.step.end_programs for key in one.outputs if key.kind == "rows"]
 
-            # Forward.
-            of_end("F", step.stages.first, at, is_on & (index == 0))
-            forward = {
-                port.keys: jnp.where(index == 0, values[port.keys[0]], array)
-                for port, array in zip(step.passed["F"], state["forward"], strict=True)
-            }
-            made = of_layers(
-                "F", at, is_on, lambda port: values[port.keys[0]] if port.kind == "shared" else forward[port.keys]
-            )
-            of_last = step.stages.alike("F")[-1].outputs
-            values |= {key: array for key, array in zip(of_last, made, strict=True) if key.kind == "value"}
-            for kind in ("F", "B"):
-                of_end(kind, step.stages.last, at, is_on & (index == last))
+    def start(self) -> dict[str, Any]:
+        """What is carried from tick to tick, before the first one."""
+        step, types = self.step, self.step.stages.programs.types
 
-            # What the backward pass gets.
-            def now(one: Any) -> Any:
-                if isinstance(one, Key):
-                    return values[one]
-                return made[one.number] if one.kind == "own" else forward[one.keys]
+        def zeros(key: Key, *leading: int) -> Any:
+            return jnp.zeros((*leading, *types[key].shape), types[key].dtype)
 
-            slot = jnp.mod(m, step.slots)
-            state["kept"] = [
-                buffer.at[slot].set(now(one)) for one, buffer in zip(step.kept, state["kept"], strict=True)
-            ]
-            there = jnp.mod(back, step.slots)
-            kept = {one: buffer[there] for one, buffer in zip(step.kept, state["kept"], strict=True)}
+        sums = {keys: self.families[keys] for kind in ("F", "B") for keys in step.families_of(kind, "sum")}
+        kept = [one if isinstance(one, Key) else one.keys[0] for one in step.kept]
+        return {
+            "sums": sums,
+            "ends": {place: array for place, array in self.ends.items() if place[0].kind == "sum"},
+            "rows": {key: zeros(key, step.microbatches) for key, _ in self.rows_of()},
+            "forward": [zeros(port.keys[0]) for port in step.passed["F"]],
+            "backward": [zeros(port.keys[-1]) for port in step.passed["B"]],
+            "kept": [zeros(key, step.slots) for key in kept],
+        }
 
-            # Backward.
-            backward = {
-                port.keys: jnp.where(index == last, values[port.keys[-1]], array)
-                for port, array in zip(step.passed["B"], state["backward"], strict=True)
-            }
+    def owned(self, array: Any, stage: int) -> Any:
+        """The numbers of the first or the last stage, on all."""
+        is_here = self.index == (0 if stage == self.step.stages.first else self.last)
+        as_numbers = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+        found = jax.lax.psum(jnp.where(is_here, as_numbers, jnp.zeros_like(as_numbers)), self.step.axis)
+        return found.astype(array.dtype)
 
-            def value(port: Port) -> Any:
-                if port.kind == "passed" and port.maker == "B":
-                    return backward[port.keys]
-                return kept[port.keys[0] if port.kind == "shared" else port]
 
-            made_back = of_layers("B", at_back, is_back, value)
-            of_first = step.stages.alike("B")[0].outputs
-            values |= {key: array for key, array in zip(of_first, made_back, strict=True) if key.kind == "value"}
-            values |= {one: array for one, array in kept.items() if isinstance(one, Key)}
-            of_end("B", step.stages.first, at_back, is_back & (index == 0))
+@dataclass(frozen=True, eq=False)
+class _Tick:
+    """One F and one B of one stage."""
 
-            # To the neighbours.
-            up = [(s, s + 1) for s in range(last)]
-            down = [(s + 1, s) for s in range(last)]
-            state["forward"] = [jax.lax.ppermute(made[port.number], step.axis, up) for port in step.passed["F"]]
-            state["backward"] = [jax.lax.ppermute(made_back[port.number], step.axis, down) for port in step.passed["B"]]
-            return state, None
+    loop: _StageLoop
+    state: dict[str, Any]  # carried from tick to tick; changes
+    values: dict[Key, Any]  # of both ends, and of the microbatch that comes past them; grows
 
-        state, _ = jax.lax.scan(tick, state, jnp.arange(step.ticks))
+    def run(self, t: Any) -> dict[str, Any]:
+        """The state after the tick of this number."""
+        step, state, index, last = self.loop.step, self.state, self.loop.index, self.loop.last
+        m, back = t - index, t - (2 * last - index)
+        at, is_on = jnp.clip(m, 0, step.microbatches - 1), (m >= 0) & (m < step.microbatches)
+        at_back, is_back = jnp.clip(back, 0, step.microbatches - 1), (back >= 0) & (back < step.microbatches)
+        forward, made = self._forward(at, is_on)
+        kept = self._exchange_kept(jnp.mod(m, step.slots), jnp.mod(back, step.slots), forward, made)
+        made_back = self._backward(at_back, is_back, kept)
+        up, down = [(s, s + 1) for s in range(last)], [(s + 1, s) for s in range(last)]
+        state["forward"] = [jax.lax.ppermute(made[port.number], step.axis, up) for port in step.passed["F"]]
+        state["backward"] = [jax.lax.ppermute(made_back[port.number], step.axis, down) for port in step.passed["B"]]
+        return state
 
-        def owned(array: Any, stage: int) -> Any:
-            """The numbers of the first or the last stage, on all."""
-            is_here = index == (0 if stage == step.stages.first else last)
-            as_numbers = array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
-            found = jax.lax.psum(jnp.where(is_here, as_numbers, jnp.zeros_like(as_numbers)), step.axis)
-            return found.astype(array.dtype)
+    def _forward(self, at: Any, is_on: Any) -> tuple[dict[Family, Any], list[Any]]:
+        """What came from the stage before, and what the F of this stage makes of it; the last stage runs its B, too."""
+        step, index, values = self.loop.step, self.loop.index, self.values
+        self._run_end("F", step.stages.first, at, is_on & (index == 0))
+        forward = {
+            port.keys: jnp.where(index == 0, values[port.keys[0]], array)
+            for port, array in zip(step.passed["F"], self.state["forward"], strict=True)
+        }
+        made = self._run_layers(
+            "F", at, is_on, lambda port: values[port.keys[0]] if port.kind == "shared" else forward[port.keys]
+        )
+        self._take_values(step.stages.alike("F")[-1], made)
+        for kind in ("F", "B"):
+            self._run_end(kind, step.stages.last, at, is_on & (index == self.loop.last))
+        return forward, made
 
-        makers = {key: one.stage for key, one in rows_of}
-        found = {place: owned(array, place[1]) for place, array in state["ends"].items()}
-        found_rows = {key: owned(array, makers[key]) for key, array in state["rows"].items()}
-        return jax.tree.map(lambda x: x[None], state["sums"]), (found, found_rows)
+    def _exchange_kept(
+        self, slot: Any, slot_back: Any, forward: Mapping[Family, Any], made: Sequence[Any]
+    ) -> dict[Any, Any]:
+        """Stores what B will read of this F, and gives what the B of this tick reads of its own F."""
+
+        def now(one: Key | Port) -> Any:
+            if isinstance(one, Key):
+                return self.values[one]
+            return made[one.number] if one.kind == "own" else forward[one.keys]
+
+        kept = self.loop.step.kept
+        buffers = [buffer.at[slot].set(now(one)) for one, buffer in zip(kept, self.state["kept"], strict=True)]
+        self.state["kept"] = buffers
+        return {one: buffer[slot_back] for one, buffer in zip(kept, buffers, strict=True)}
+
+    def _backward(self, at: Any, is_on: Any, kept: Mapping[Any, Any]) -> list[Any]:
+        """What the B of this stage makes."""
+        step, index, values = self.loop.step, self.loop.index, self.values
+        backward = {
+            port.keys: jnp.where(index == self.loop.last, values[port.keys[-1]], array)
+            for port, array in zip(step.passed["B"], self.state["backward"], strict=True)
+        }
+
+        def value(port: Port) -> Any:
+            if port.kind == "passed" and port.maker == "B":
+                return backward[port.keys]
+            return kept[port.keys[0] if port.kind == "shared" else port]
+
+        made = self._run_layers("B", at, is_on, value)
+        self._take_values(step.stages.alike("B")[0], made)
+        values.update({one: array for one, array in kept.items() if isinstance(one, Key)})
+        self._run_end("B", step.stages.first, at, is_on & (index == 0))
+        return made
+
+    def _take_values(self, program: StageProgram, made: Sequence[Any]) -> None:
+        self.values.update(
+            {key: array for key, array in zip(program.outputs, made, strict=True) if key.kind == "value"}
+        )
+
+    def _run_end(self, kind: str, stage: int, microbatch: Any, counts: Any) -> None:
+        """Runs a program of the first or the last stage, whose sums and rows count on that stage alone."""
+        program = self.loop.step.stages.program(kind, stage)
+        if program is None:
+            return
+        arrays = [self._operand_of_end(key, stage, microbatch) for key in program.inputs]
+        for key, array in zip(program.outputs, self.loop.called(program, arrays), strict=True):
+            if key.kind == "value":
+                self.values[key] = array
+            elif key.kind == "sum":
+                old = self.state["ends"][key, stage]
+                self.state["ends"] = {**self.state["ends"], (key, stage): jnp.where(counts, array, old)}
+            else:
+                old = self.state["rows"][key]
+                new = old.at[microbatch].set(jnp.where(counts, array, old[microbatch]))
+                self.state["rows"] = {**self.state["rows"], key: new}
+
+    def _operand_of_end(self, key: Key, stage: int, microbatch: Any) -> Any:
+        match key.kind:
+            case "microbatch":
+                return microbatch
+            case "sum":
+                return self.state["ends"][key, stage]
+            case "early":
+                return self.loop.ends[key, stage]
+            case "value":
+                return self.values[key]
+        return self.loop.shared[key]
+
+    def _run_layers(self, kind: str, microbatch: Any, counts: Any, value: Callable[[Port], Any]) -> list[Any]:
+        """Runs a program of the stages that are alike.
+
+        Args:
+            value: of a microbatch, by its port.
+        """
+        stages, sums = self.loop.step.stages, self.state["sums"]
+        arrays = [self._operand_of_layers(port, microbatch, value) for port in stages.ports[kind]]
+        made = self.loop.called(stages.alike(kind)[0], arrays)
+        for keys, array in zip(zip(*(one.outputs for one in stages.alike(kind)), strict=True), made, strict=True):
+            if keys[0].kind == "sum":
+                sums = {**sums, keys: jnp.where(counts, array, sums[keys])}
+        self.state["sums"] = sums
+        return made
+
+    def _operand_of_layers(self, port: Port, microbatch: Any, value: Callable[[Port], Any]) -> Any:
+        match port.kind:
+            case "microbatch":
+                return microbatch
+            case "stacked":
+                return self.loop.stacked[port.number]
+            case "early":
+                return self.loop.families[port.keys]
+            case "sum":
+                return self.state["sums"][port.keys]
+        is_shared = port.kind == "shared" and port.keys[0].kind != "value"
+        return self.loop.shared[port.keys[0]] if is_shared else value(port)
 
 
 def annotated_program(

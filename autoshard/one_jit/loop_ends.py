@@ -21,7 +21,7 @@ import numpy as np
 
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, equations_of, scan_counts
 from autoshard.stages.cutting import CuttableStep
-from autoshard.stages.roles import Roles, bytes_of
+from autoshard.stages.roles import PipelineRoles, bytes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def with_loop_ends(step: CuttableStep, loop: int) -> LoopEnds:
     )
 
 
-def _needs_entrance(roles: Roles, loop: int) -> bool:
+def _needs_entrance(roles: PipelineRoles, loop: int) -> bool:
     """Whether some carry of a loop starts from what no stage makes of its own values."""
 
     def is_constant(atom: Any) -> bool:
@@ -78,7 +78,7 @@ def _needs_entrance(roles: Roles, loop: int) -> bool:
     return any(map(is_constant, eqn.invars[_carries(eqn)]))
 
 
-def _handed_carries(roles: Roles, loop: int) -> tuple[int, ...]:
+def _handed_carries(roles: PipelineRoles, loop: int) -> tuple[int, ...]:
     """Which last carries of a loop are read after the last microbatch."""
     eqn = roles.step.equations[loop]
     handed = {*roles.step.needs.sums, *roles.step.needs.rows}

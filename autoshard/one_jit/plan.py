@@ -14,8 +14,8 @@ from autoshard.errors import MemoryLimitError, PlanError
 from autoshard.layout import Layout, shards
 from autoshard.mesh.collectives import Collective
 from autoshard.mesh.links import Link
+from autoshard.one_jit.equal_stages import UniformStages
 from autoshard.one_jit.lockstep import Lockstep
-from autoshard.one_jit.uniform import UniformStages
 from autoshard.options import Options
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.files import from_json, to_json, to_text
@@ -31,9 +31,9 @@ from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import LOOP, Key, StageProgram
 from autoshard.stages.reading.stages_planner import StagesPlanner
 from autoshard.stages.requests import PipelineRequest
-from autoshard.stages.saved import content_of, restored_plans
+from autoshard.stages.saved_pipeline import content_of, restored_plans
+from autoshard.stages.stage_layouts import PLANNING_ORDER
 from autoshard.stages.sub_meshes import stage_axis
-from autoshard.stages.traced import PLANNING_ORDER
 from autoshard.user_plan import Plan
 
 ONE_JIT = "one_jit"  # the field of a file that other plans do not have
@@ -77,13 +77,13 @@ def of_data(data: PlanData, asked: PipelineRequest, programs: tuple[Any, ...]) -
     Args:
         programs: plans of the programs of stages, as JSON has them.
     """
-    said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
+    values = {one.name: getattr(data, one.name) for one in fields(PlanData)}
     axis = list(data.mesh.shape)[stage_axis(data.mesh, asked.stages)]
     remark = (
         f"{asked.stages} stages run in lockstep over {axis!r}: {asked.microbatches} microbatches take "
         f"{asked.microbatches + 2 * (asked.stages - 1)} ticks, each of one forward and one backward pass."
     )
-    return OneJitPlan(**said, remark=remark, asked=asked, programs=programs)
+    return OneJitPlan(**values, remark=remark, asked=asked, programs=programs)
 
 
 @dataclass(frozen=True, eq=False)

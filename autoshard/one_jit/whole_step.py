@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autoshard.one_jit.equal_stages import UniformStages, are_alike
 from autoshard.one_jit.lockstep import Family, Lockstep, LoopInputs, Place, annotated_program
-from autoshard.one_jit.uniform import UniformStages, are_alike
 from autoshard.stages.programs import Key, StageProgram
 from autoshard.user_plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class StackRow:
     """One stage's part of an array of all."""
 
     stacked: Any  # (stages, ...)
@@ -44,13 +44,13 @@ class Store:
 
     def __getitem__(self, name: Any) -> Any:
         found = self._values[name]
-        return found.stacked[found.number] if isinstance(found, Row) else found
+        return found.stacked[found.number] if isinstance(found, StackRow) else found
 
     def together(self, names: Sequence[Any]) -> Any:
         """The values of all stages as one array."""
         found = [self._values[name] for name in names]
         first = found[0]
-        if all(isinstance(one, Row) and one.stacked is first.stacked for one in found) and [
+        if all(isinstance(one, StackRow) and one.stacked is first.stacked for one in found) and [
             one.number for one in found
         ] == list(range(len(first.stacked))):
             return first.stacked
@@ -59,7 +59,7 @@ class Store:
     def spread(self, names: Sequence[Any], stacked: Any) -> None:
         """Puts the parts of an array of all stages."""
         for number, name in enumerate(names):
-            self.put(name, Row(stacked, number))
+            self.put(name, StackRow(stacked, number))
 
 
 @dataclass(frozen=True, eq=False)

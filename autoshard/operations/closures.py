@@ -29,9 +29,11 @@ def closure_digest(functions: Iterable[Any]) -> str:
     >>> closure_digest([len])
     ''
     """
-    told = _ValueTexts()
-    said = [text for one in functions if isinstance(one, FunctionType | functools.partial) and (text := told.of(one))]
-    return hashlib.sha256(";".join(said).encode()).hexdigest()[:8] if said else ""
+    texts_of = _ValueTexts()
+    texts = [
+        text for one in functions if isinstance(one, FunctionType | functools.partial) and (text := texts_of.of(one))
+    ]
+    return hashlib.sha256(";".join(texts).encode()).hexdigest()[:8] if texts else ""
 
 
 class _ValueTexts:

@@ -71,7 +71,7 @@ class Operation:
     seconds: Callable[..., float] | None = field(default=None, repr=False)  # of the function on shards, as said
     sums_shared: bool = False  # whether a split factor that a result lacks leaves partial sums of it: a backward pass
     interchangeable: frozenset[str] = frozenset()  # factors: as of an `Implementation`
-    said: str = ""  # what it closes over, in words: programs of operations that say other things are others
+    identity: str = ""  # what tells it from others of its name, in words: it is part of a program's fingerprint
     forward: Forward | None = field(default=None, repr=False)  # of a backward pass: whose it is
     priced: dict[Any, Any] = field(default_factory=dict, repr=False)  # what planners have found of its calls
     derived: dict[Any, Operation] = field(default_factory=dict, repr=False)  # backward passes that were asked for
@@ -81,8 +81,8 @@ class Operation:
 
     def __repr__(self) -> str:
         names = ", ".join(one.name for one in self.implementations) or "plain"
-        said = self.said or self._closed_over
-        return f"operation {self.name}: {names}{said and f' ({said})'}"
+        identity = self.identity or self._closed_over
+        return f"operation {self.name}: {names}{identity and f' ({identity})'}"
 
     @property
     def _closed_over(self) -> str:
@@ -270,7 +270,7 @@ class Operation:
             seconds=_twice(self.seconds, operands_in),
             sums_shared=True,
             interchangeable=self.interchangeable,
-            said=f"{self.said or self._closed_over} by {wrt}".strip(),
+            identity=f"{self.identity or self._closed_over} by {wrt}".strip(),
             forward=Forward(self, wrt, made),
         )
 
@@ -349,12 +349,12 @@ def operation(
     >>> project.name
     'project'
     """
-    said: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "reduction": names_of(reduction),
         "need_replication": names_of(need_replication),
         "sizes": dict(sizes or {}),
     }
-    Rule.check_notation(notation, **said)
+    Rule.check_notation(notation, **keywords)
 
     def made(function: Callable[..., Any]) -> Operation:
         called = name or function.__name__
@@ -362,7 +362,7 @@ def operation(
         @functools.lru_cache(maxsize=1024)
         def parsed(shapes: tuple[Shape, ...]) -> Rule:
             try:
-                return Rule.parse(notation, *shapes, **said)
+                return Rule.parse(notation, *shapes, **keywords)
             except RuleError as error:
                 raise RuleError(f"the rule of the operation {called}: {error}") from error
 

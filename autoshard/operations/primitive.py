@@ -34,10 +34,10 @@ tangent_p.multiple_results = True
 def bind(operation: Operation, arrays: Sequence[Any], static: dict[str, Any]) -> Any:
     """A call as one equation; what the function returns."""
     operands = tuple(map(jnp.asarray, arrays))
-    said = tuple(sorted(static.items()))
+    keywords = tuple(sorted(static.items()))
     structure = jax.tree.structure(jax.eval_shape(functools.partial(operation.function, **static), *operands))
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # JAX adds its flags later
-    made = operation_p.bind(*operands, operation=operation, static=said, batched=(), precision=precision)
+    made = operation_p.bind(*operands, operation=operation, static=keywords, batched=(), precision=precision)
     return jax.tree.unflatten(structure, made)
 
 

@@ -24,7 +24,7 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class CallRun:
     """Which implementation runs one call, and which mesh axes do what in it: the part of a plan about the call."""
 
     name: str  # of the implementation; "" for the function itself, run by each device on its own shards
@@ -35,7 +35,7 @@ class Run:
         return f"{self.name or 'shards'} ({'; '.join(roles)})"
 
 
-WHOLE = Run("", ())  # on every device, with whole arrays
+UNSPLIT_RUN = CallRun("", ())  # on every device, with whole arrays
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autoshard.program import Program
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedBatch:
     """The batch of a call: how many rows it has, how many it gets, and which arrays have them."""
 
     rows: int
@@ -55,7 +55,7 @@ def batch_of(
     mesh: Mapping[str, int],
     in_modules: Collection[int] = (),
     parts: int = 1,
-) -> Batch | None:
+) -> PaddedBatch | None:
     """The batch of a step, if the devices do not divide it.
 
     It is an argument whose arrays all have as many rows, and none of which is state. Of several the largest counts, and
@@ -85,7 +85,7 @@ def batch_of(
     if not found:
         return None
     rows = max(found, key=lambda count: sum(program.arguments[i].bytes for i in found[count]))
-    return Batch(rows, padded(rows), frozenset(found[rows]))
+    return PaddedBatch(rows, padded(rows), frozenset(found[rows]))
 
 
 def padded_rows(rows: int, mesh: Mapping[str, int]) -> int:

@@ -10,9 +10,9 @@ import jax
 
 from autoshard.arrays.arguments import abstract, type_of
 from autoshard.jaxprs import ClosedJaxpr
-from autoshard.program.flattening import FlatCall, flattened, returned_modules
+from autoshard.program.flattening import FlatCall, flat_results, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
-from autoshard.program.trees import Box, Tree
+from autoshard.program.trees import Tree
 
 if TYPE_CHECKING:
     from autoshard.program.modules import ModuleChanges
@@ -47,16 +47,12 @@ class FlatStep:
         if modules is None:
             positional, keyword = join(self._static, Tree.of(self._dynamic).unflattened(list(arrays)))
             made = self._fn(*positional, **keyword)
-            if (found := returned_modules(made, (positional, keyword), arrays)) is not None:
-                results, self._result = found
-                return results
-            box = Box.of(made)
-            self._result = box.tree
-            return list(box.leaves)
+            results, self._result = flat_results(made, (positional, keyword), arrays)
+            return list(results)
         inside = modules.traced(arrays)
         positional, keyword = join(self._static, inside.arguments)
         results, self._result = inside.returned(self._fn(*positional, **keyword))
-        return results
+        return list(results)
 
     def running(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """The step with `run`, from flat arrays to the flat results of the last trace, in the place of its jaxpr."""

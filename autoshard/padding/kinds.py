@@ -9,7 +9,7 @@ from autoshard.decorated import ShardedFunction
 from autoshard.padding.dims.uneven_function import UnevenFunction
 from autoshard.padding.padded_function import PaddedFunction
 
-PADDED: Mapping[str | None, type[ShardedFunction[..., Any]]] = {
+PADDED_FUNCTIONS: Mapping[str | None, type[ShardedFunction[..., Any]]] = {
     None: ShardedFunction,
     "batch": PaddedFunction,
     "auto": UnevenFunction,

@@ -40,7 +40,10 @@ _NEUTRAL = dict.fromkeys(_SUMS | {"scatter-add"}, "zero") | {
     "reduce_xor": "zero",
 }
 FROM_FIRST_ROWS = {"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"}  # unless they go backwards
-MADE_ALIKE = {"broadcast_in_dim", "iota"}  # of no row: a row of the result does not depend on how many there are
+INDEPENDENT_OF_ROWS = {
+    "broadcast_in_dim",
+    "iota",
+}  # of no row: a row of the result does not depend on how many there are
 _RANDOM = {"random_bits", "random_split"}
 _BY_HAND = {"shard_map"}  # each device may mix the rows of its shard
 _UPDATES = 2  # the operand of a scatter that is added
@@ -149,7 +152,7 @@ def _padded_factors(small: Rule, large: Rule, eqn: JaxprEqn) -> set[str]:
         )
     read = {factor for dims in large.operands for dim in dims for factor in dim}
     for factor in padded:
-        if factor not in read and eqn.primitive.name not in MADE_ALIKE:
+        if factor not in read and eqn.primitive.name not in INDEPENDENT_OF_ROWS:
             raise RefusedError(eqn, "makes rows that may depend on how many there are")
         mixes = factor in large.need_replication | large.permutation | large.summed or factor in large.exchanged
         if mixes and not (eqn.primitive.name in FROM_FIRST_ROWS and not eqn.params.get("reverse")):

@@ -15,7 +15,7 @@ from autoshard.arrays.arguments import abstract, type_of
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError
 from autoshard.options import Options
-from autoshard.padding.batches import Batch, batch_of
+from autoshard.padding.batches import PaddedBatch, batch_of
 from autoshard.padding.flat_step import FlatStep, is_traced_for, with_arrays
 from autoshard.padding.rewriting import PaddedProgram
 from autoshard.program import Program
@@ -40,7 +40,7 @@ class _StepCall:
     step: Any  # called as decorated functions are
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    batch: Batch | None = None  # as it is padded; None if it is not
+    batch: PaddedBatch | None = None  # as it is padded; None if it is not
 
 
 class PaddedFunction(ShardedFunction[Parameters, Result]):
@@ -52,7 +52,7 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         super().__init__(fn, options=options, jit_keywords=jit_keywords, given=given)
         self._given_keywords = dict(jit_keywords)
         self._parts = options.microbatches or 1
-        self._padded: dict[Any, tuple[Batch, ShardedFunction[..., Any]] | None] = {}
+        self._padded: dict[Any, tuple[PaddedBatch, ShardedFunction[..., Any]] | None] = {}
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         call = self._call_of(args, kwargs)
@@ -114,7 +114,7 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
 
     def _made(
         self, args: Any, kwargs: Any, static: tuple, dynamic: Arguments, flat: FlatCall
-    ) -> tuple[Batch, ShardedFunction[..., Any]] | None:
+    ) -> tuple[PaddedBatch, ShardedFunction[..., Any]] | None:
         program = super().variants(*args, **kwargs).program(Variant())
         shapes = [tuple(np.shape(array)) for array in flat.arrays]
         in_modules = () if flat.modules is None else flat.modules.inside
@@ -135,19 +135,19 @@ class PaddedFunction(ShardedFunction[Parameters, Result]):
         return StepOnPaddedBatch(step, options=self._options, jit_keywords=self._given_keywords, given=self._given)
 
 
-def _takes_no_other_batch(program: Program, batch: Batch, error: Exception) -> ArgumentError:
+def _takes_no_other_batch(program: Program, batch: PaddedBatch, error: Exception) -> ArgumentError:
     """The error that the step cannot be traced with as many rows as it would get."""
     names = [program.arguments[i].name for i in sorted(batch.arrays)]
     more = f" and {len(names) - 3} more arrays" if len(names) > 3 else ""
-    said = str(error).splitlines()
+    lines = str(error).splitlines()
     return ArgumentError(
         f"pad='batch': {program.name} takes a batch of {batch.rows} rows, but not one of {batch.padded}: "
-        f"{said[0] if said else repr(error)}\nIts batch is taken to be {', '.join(names[:3])}{more}: what no result "
+        f"{lines[0] if lines else repr(error)}\nIts batch is taken to be {', '.join(names[:3])}{more}: what no result "
         "replaces. Write the step for any number of rows, pad the batch yourself, or leave pad= out."
     )
 
 
-def _run(as_written: FlatStep, padded: PaddedProgram, batch: Batch, *arrays: Any) -> list[Any]:
+def _run(as_written: FlatStep, padded: PaddedProgram, batch: PaddedBatch, *arrays: Any) -> list[Any]:
     """The step on a padded batch, or on a microbatch of it.
 
     Raises:

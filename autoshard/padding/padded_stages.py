@@ -90,7 +90,7 @@ def staged(
     pad: str | None,
     request: PipelineRequest | None,
     given: PipelinePlan | None = None,
-    **said: Any,
+    **keywords: Any,
 ) -> ShardedFunction[Parameters, Result]:
     """A decorated function in stages, its batch padded or not.
 
@@ -100,8 +100,10 @@ def staged(
         given: the plan to run by.
     """
     if pad is not None:
-        return PaddedStages(fn, request=request, given=given, **said)
-    made: ShardedFunction[Parameters, Result] = _of_kind(AutomaticPipeline, StagedFunction, fn, request, given, **said)
+        return PaddedStages(fn, request=request, given=given, **keywords)
+    made: ShardedFunction[Parameters, Result] = _of_kind(
+        AutomaticPipeline, StagedFunction, fn, request, given, **keywords
+    )
     return made
 
 

@@ -37,7 +37,7 @@ from autoshard.model.groups import Group
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.strategies import Strategy
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.limited_overlap import with_limited_overlap
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
@@ -103,7 +103,7 @@ def solutions_of(formulation: Formulation) -> dict[str, Solution]:
 
 
 def _found(formulation: Formulation) -> dict[str, Solution | str]:
-    problems = _Problems(formulation)
+    problems = _AlternativeProblems(formulation)
     if not formulation.mesh:
         return dict.fromkeys(("data parallel", "FSDP", "tensor parallel"), "there is one device")
     return {
@@ -136,7 +136,7 @@ def _with_limited_overlap(formulation: Formulation) -> Solution:
     return with_limited_overlap(formulation, first, search, Budget.of(_SECONDS_PER_ROW))
 
 
-class _Problems:
+class _AlternativeProblems:
     """The problem of each alternative."""
 
     def __init__(self, formulation: Formulation):

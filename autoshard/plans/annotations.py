@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autoshard.layout import Layout
-from autoshard.operations.split import Run
+from autoshard.operations.split import CallRun
 from autoshard.operations.sums import Stages
 
 
@@ -29,4 +29,4 @@ class Annotations:
     scatters: Mapping[int, Scatter] = field(default_factory=dict)  # equation -> how its partial sums are finished
     sums: Mapping[int, Layout] = field(default_factory=dict)  # value -> how its sum lies before XLA slices it
     implied: Collection[int] = frozenset()  # values that propagation brings to their layout without a constraint
-    runs: Mapping[int, Run] = field(default_factory=dict)  # call of an operation -> what computes it on shards
+    runs: Mapping[int, CallRun] = field(default_factory=dict)  # call of an operation -> what computes it on shards

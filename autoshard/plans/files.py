@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from autoshard.errors import PlanError
 from autoshard.layout import Layout, MeshShape, divides, with_auto_axes
 from autoshard.mesh.collectives import KINDS, Collective
-from autoshard.operations.split import Run
+from autoshard.operations.split import CallRun
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.compiler_options import SCHEDULING_OPTIONS
 from autoshard.plans.nodes import Node, number_of
@@ -308,12 +308,12 @@ def prediction_from_json(node: Node, axes: MeshShape) -> Prediction:
     node.only(kinds)
     for name in (one.name for one in fields(Prediction) if one.default is MISSING and node.get(one.name) is None):
         raise node.wrong(f"a prediction with {name}")
-    said: dict[str, Any] = {
+    fields_read: dict[str, Any] = {
         name: (Node.count if kinds[name] == "int" else Node.number)(one)
         for name, one in node.entries()
         if name != "collectives"
     }
-    return Prediction(**said, collectives=node["collectives"].items(lambda one: _collective(one, axes)))
+    return Prediction(**fields_read, collectives=node["collectives"].items(lambda one: _collective(one, axes)))
 
 
 def _collective(node: Node, axes: MeshShape) -> Collective:
@@ -339,14 +339,14 @@ def _scatter(node: Node, axes: MeshShape) -> Scatter:
     return Scatter(node["dim"].count(), node["stages"].items(stage), _axes(node["others"], axes))
 
 
-def _run(node: Node, axes: MeshShape) -> Run:
+def _run(node: Node, axes: MeshShape) -> CallRun:
     name, *roles = node.parts()
 
     def role(one: Node) -> tuple[str, tuple[str, ...]]:
         what, over = one.parts(2)
         return what.name(), _axes(over, axes)
 
-    return Run(name.text(), tuple(map(role, roles)))
+    return CallRun(name.text(), tuple(map(role, roles)))
 
 
 def _axes(node: Node, axes: MeshShape) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.pricing.late import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulatingLate
 from autoshard.model.search_policy import CLOSE_GAP
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.prediction import Prediction
 from autoshard.solver.exact.two_costs import TwoCosts
 from autoshard.solver.problem import Problem, Solution
@@ -58,7 +58,7 @@ def with_limited_overlap(
     if best.cost <= solution.cost:
         return best
     try:
-        search = _Search(formulation, best, solve, budget, limit)
+        search = _OverlapSearch(formulation, best, solve, budget, limit)
     except FormulatingLate:
         return best
     return search.run(solution)
@@ -71,7 +71,7 @@ def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
     return with_bound(replace(solution, cost=predicted.communication_seconds), solution.bound)
 
 
-class _Search:
+class _OverlapSearch:
     """The choices that are known, each with its two costs, and the best bound that some mixture has proven."""
 
     def __init__(self, formulation: Formulation, best: Solution, solve: Solve, budget: Budget, limit: float | None):

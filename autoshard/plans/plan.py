@@ -228,10 +228,10 @@ def _difference_in_detail(plan: PlanData, program: Program) -> str | None:
         ("closed-over array", plan.captured, program.arguments[len(program.own_arguments) :]),
         ("result", plan.results, program.results),
     )
-    for kind, said, values in kinds:
-        if len(said) != len(values):
-            return f"it has {len(said)} {kind}s, the step {len(values)}"
-        for placed, value in zip(said, values, strict=True):
+    for kind, planned, values in kinds:
+        if len(planned) != len(values):
+            return f"it has {len(planned)} {kind}s, the step {len(values)}"
+        for placed, value in zip(planned, values, strict=True):
             there = f"{value.dtype}{'<host>' * getattr(value, 'on_host', False)}{list(value.shape)}"
             if placed.type != there:
                 return f"{kind} {placed.name} {placed.type} in the plan is {there} in the step"

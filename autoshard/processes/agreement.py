@@ -21,13 +21,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autoshard.cache import key_of, said_by, versions
+from autoshard.cache import key_of, key_parts, versions
 from autoshard.errors import ProcessError
 from autoshard.jaxprs import Jaxpr, inner_jaxprs
 from autoshard.options import Options
 from autoshard.plans.files import to_json
 from autoshard.plans.plan import PlanData
-from autoshard.processes.group import PATIENCE, Group
+from autoshard.processes.group import PATIENCE, ProcessGroup
 from autoshard.program import Equation, Program
 from autoshard.propagation import Rule
 from autoshard.report.units import bytes_text
@@ -44,7 +44,7 @@ class Claims:
 
     step: str  # its name
     key: str  # of its plan, equal where the leader's plan can be used
-    said: Mapping[str, str]  # what else is compared, in the order in which differences are told; short texts
+    compared: Mapping[str, str]  # what else is compared, in the order in which differences are told; short texts
     arguments: tuple[str, ...]  # "state/w float32[8, 8]"
     operations: tuple[tuple[str, str], ...]  # (what it computes, the user's line) per equation
 
@@ -64,7 +64,7 @@ class Claims:
         mesh = options.mesh
         devices = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else []
         operations = tuple((_computes(equation), str(equation.source)) for equation in program.equations)
-        said = {
+        compared = {
             "versions": " ".join(versions()),
             "mesh": f"{dict(mesh.shape)} of devices {_short(devices)}",
             "arguments": _digest([str(value) for value in program.arguments]),
@@ -89,7 +89,7 @@ class Claims:
             "plan": "found by the search" if given is None else f"given, {digest_of(given)}",
         }
         key = key_of(program, rules, without_search(options))
-        return cls(program.name, key, said, tuple(map(str, program.arguments)), operations)
+        return cls(program.name, key, compared, tuple(map(str, program.arguments)), operations)
 
     def dumps(self) -> str:
         """As JSON."""
@@ -104,11 +104,11 @@ class Claims:
 
     def difference(self, leaders: Claims, here: int, leader: int) -> str:
         """What differs from the leader's claims, in words; empty if nothing does."""
-        differs = [name for name, one in self.said.items() if leaders.said.get(name) != one]
+        differs = [name for name, one in self.compared.items() if leaders.compared.get(name) != one]
         if self.step == leaders.step and self.key == leaders.key and not differs:
             return ""
         what = next(iter(differs), "what the plan depends on")
-        ours, theirs = self.said.get(what, self.key[:16]), leaders.said.get(what, leaders.key[:16])
+        ours, theirs = self.compared.get(what, self.key[:16]), leaders.compared.get(what, leaders.key[:16])
         if self.step != leaders.step:
             what, ours, theirs = "step", self.step, leaders.step
         elif what == "arguments":
@@ -136,7 +136,7 @@ def _generator(is_partitionable: bool) -> str:
     return f"jax_threefry_partitionable={is_partitionable}"
 
 
-def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Callable[[str], Plan]) -> Plan:
+def plan_of_all(group: ProcessGroup, claims: Claims, make: Callable[[], Plan], load: Callable[[str], Plan]) -> Plan:
     """The plan that the leader makes, on every process.
 
     The leader does not wait for the others: it may plan alone, to print the plan say.
@@ -159,7 +159,7 @@ def plan_of_all(group: Group, claims: Claims, make: Callable[[], Plan], load: Ca
     return load(found) if made is None else made
 
 
-def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str]) -> str:
+def text_of_all(group: ProcessGroup, claims: Claims, about: str, make: Callable[[], str]) -> str:
     """What the leader says of a step, on every process.
 
     Args:
@@ -192,7 +192,7 @@ def text_of_all(group: Group, claims: Claims, about: str, make: Callable[[], str
 
 
 def mesh_of_all(
-    group: Group, step: str, fingerprint: str, candidates: Sequence[Options], rank: Callable[[], str]
+    group: ProcessGroup, step: str, fingerprint: str, candidates: Sequence[Options], rank: Callable[[], str]
 ) -> str:
     """The leader's ranking of meshes as a text, on every process.
 
@@ -206,8 +206,8 @@ def mesh_of_all(
         AutoshardError: no mesh will do on the leader; the error is the leader's.
         ProcessError: the leader chooses for other options, has failed in another way, or has ended.
     """
-    said = [(*said_by(without_search(one)), one.microbatches, one.remat) for one in candidates]
-    key, place = _digest([step, fingerprint, repr(said)]), f"choosing/{_digest([step, fingerprint])}"
+    options_of_candidates = [(*key_parts(without_search(one)), one.microbatches, one.remat) for one in candidates]
+    key, place = _digest([step, fingerprint, repr(options_of_candidates)]), f"choosing/{_digest([step, fingerprint])}"
     since = time.monotonic()
 
     def watch() -> None:
@@ -216,7 +216,7 @@ def mesh_of_all(
         if running is not None and not group.has_said(f"mesh/{key}"):
             raise ProcessError(
                 f"{step} is not the same on all processes of the mesh. They differ in mesh:\n  process {group.leader}: "
-                f"{Claims.loads(running).said['mesh']}\n  process {group.here}: mesh='auto'\n"
+                f"{Claims.loads(running).compared['mesh']}\n  process {group.here}: mesh='auto'\n"
                 "Give every process the same mesh."
             )
         leaders = group.peek(place)
@@ -234,13 +234,13 @@ def mesh_of_all(
     return group.leader_says(f"mesh/{key}", text, watch)
 
 
-def check_alike(group: Group, claims: Claims, plan: Plan) -> None:
+def check_alike(group: ProcessGroup, claims: Claims, plan: Plan) -> None:
     """Waits until all processes are about to run this step by this plan.
 
     Raises:
         ProcessError: a process is about to run something else, has failed or ended, or has not come.
     """
-    claims = replace(claims, said={**claims.said, "layouts": digest_of(plan)})
+    claims = replace(claims, compared={**claims.compared, "layouts": digest_of(plan)})
     if group.leads:
         group.post(_offer(group), claims.dumps())
         answer = ""
@@ -252,7 +252,7 @@ def check_alike(group: Group, claims: Claims, plan: Plan) -> None:
         raise ProcessError(differs)
 
 
-def peak_of_all(group: Group, number: int, peak: float | None) -> float | None:
+def peak_of_all(group: ProcessGroup, number: int, peak: float | None) -> float | None:
     """The largest of the peaks that compilers on all processes tell of the same program; None if one tells none.
 
     Args:
@@ -272,15 +272,15 @@ def digest_of(plan: Plan) -> str:
     return _digest(to_json(plan, None))
 
 
-def _offer(group: Group) -> str:
+def _offer(group: ProcessGroup) -> str:
     """The key under which the leader says what it is about to run."""
     return f"run/{group.round}"
 
 
-def _refuse(claims: Claims, leaders: Claims, group: Group) -> None:
-    if claims.key != leaders.key or claims.said["plan"] != leaders.said["plan"]:
-        known = {name: leaders.said[name] for name in claims.said}  # the leader, about to run, says more
-        raise ProcessError(claims.difference(replace(leaders, said=known), group.here, group.leader))
+def _refuse(claims: Claims, leaders: Claims, group: ProcessGroup) -> None:
+    if claims.key != leaders.key or claims.compared["plan"] != leaders.compared["plan"]:
+        known = {name: leaders.compared[name] for name in claims.compared}  # the leader, about to run, says more
+        raise ProcessError(claims.difference(replace(leaders, compared=known), group.here, group.leader))
 
 
 def without_search(options: Options) -> Options:

@@ -51,7 +51,7 @@ PATIENCE = Patience()
 _WORKING = "{}"  # what the leader posts before it makes something
 
 
-class Group:
+class ProcessGroup:
     """The processes of one mesh, as one of them sees them.
 
     What belongs together on all processes is one *round*: the first run of a step. Rounds are counted alike everywhere.
@@ -73,7 +73,7 @@ class Group:
         _start_heart(store, here)
 
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh) -> Group | None:
+    def of(cls, mesh: Mesh | AbstractMesh) -> ProcessGroup | None:
         """The group of a mesh; None if one process has all of its devices, or if this process has none.
 
         None, too, where JAX runs without `jax.distributed`: then nobody can be asked.
@@ -85,7 +85,7 @@ class Group:
         store = key_value_store() if len(processes) > 1 and here in processes else None
         return None if store is None else _group(processes, here, store)
 
-    def __deepcopy__(self, memo: Any) -> Group:
+    def __deepcopy__(self, memo: Any) -> ProcessGroup:
         return self
 
     @property
@@ -167,14 +167,14 @@ class Group:
                     raise
                 self.post(key, json.dumps({"text": self._said[key]}))
             return self._said[key]
-        said = None
+        posted = None
         while True:
-            said = self.read(key, self.leader, watch, after=said)
-            message = json.loads(said)
+            posted = self.read(key, self.leader, watch, after=posted)
+            message = json.loads(posted)
             if "text" in message:
                 return str(message["text"])
-            if "error" in message and said not in self._raised:  # else the leader may try again
-                self._raised.add(said)
+            if "error" in message and posted not in self._raised:  # else the leader may try again
+                self._raised.add(posted)
                 raise _raised_by_leader(message)
 
     def has_said(self, key: str) -> bool:
@@ -259,9 +259,9 @@ class Group:
 
 
 @functools.cache
-def _group(processes: tuple[int, ...], here: int, store: KeyValueStore) -> Group:
+def _group(processes: tuple[int, ...], here: int, store: KeyValueStore) -> ProcessGroup:
     """The one group of these processes: rounds are counted over all steps."""
-    return Group(processes, here, store)
+    return ProcessGroup(processes, here, store)
 
 
 def _peek(store: KeyValueStore, key: str) -> str | None:

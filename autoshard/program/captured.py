@@ -58,7 +58,7 @@ def with_captured(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[CapturedArray
     >>> [var.aval.shape for var in taking.jaxpr.invars], [one.type for one in captured]
     ([(8, 256), (256, 256)], ['float32[256, 256]'])
     """
-    search = _Search()
+    search = _CaptureWalk()
     found = search.closed(closed)
     count = len(found.keys)
     if not count:
@@ -95,7 +95,7 @@ class _CapturingJaxpr:
     keys: tuple[Hashable, ...]  # of these arrays, by `identity_of`
 
 
-class _Search:
+class _CaptureWalk:
     """One walk over a jaxpr and those that its equations open into."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class _Search:
         return self.known[address][1]
 
     def searched(self, closed: ClosedJaxpr) -> _CapturingJaxpr:
-        jaxpr, taken = closed.jaxpr, _Inputs(self)
+        jaxpr, taken = closed.jaxpr, _CapturedInputs(self)
         kept = [
             (var, const)
             for var, const in zip(jaxpr.constvars, closed.consts, strict=True)
@@ -131,7 +131,7 @@ class _Search:
         )
         return _CapturingJaxpr(ClosedJaxpr(jaxpr, [const for _, const in kept]), tuple(taken.vars))
 
-    def equation(self, eqn: JaxprEqn, taken: _Inputs) -> JaxprEqn:
+    def equation(self, eqn: JaxprEqn, taken: _CapturedInputs) -> JaxprEqn:
         line = source_of(eqn)
         inputs = [taken.read(atom, line) for atom in eqn.invars]
         open_loop = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(eqn.primitive.name, self.call)
@@ -178,10 +178,10 @@ class _Search:
 VarsOf = Callable[[Sequence[Hashable]], list[Var]]
 
 
-class _Inputs:
+class _CapturedInputs:
     """The inputs that one jaxpr gets for arrays that it closed over."""
 
-    def __init__(self, search: _Search) -> None:
+    def __init__(self, search: _CaptureWalk) -> None:
         self.search = search
         self.vars: dict[Hashable, Var] = {}
         self.keys: dict[Var, Hashable] = {}  # of constants of the jaxpr that are such arrays

@@ -3,7 +3,7 @@
 On Explicit axes the type of an array says how it lies. Three kinds of types are orders:
 
 - What the user wrote, `reshard` and `out_sharding=`, becomes a `sharding_constraint` where it stands.
-- The types of arguments that have one become `Types.arguments`.
+- The types of arguments that have one become `ExplicitTypes.arguments`.
 - The types of results become a `sharding_constraint` at the end of the jaxpr.
 
 All other types follow from these by JAX's rules, and are dropped: the plan decides. These are open, too:
@@ -53,7 +53,7 @@ _RESULT_SHARDINGS = ("out_sharding", "sharding")
 
 
 @dataclass(frozen=True)
-class Types:
+class ExplicitTypes:
     """What explicit mode says of a step's arguments and results: the layout in the type; None for one that is open."""
 
     mesh: AbstractMesh  # of the types: some axes Explicit
@@ -75,7 +75,7 @@ def type_sharding(aval: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) and is_explicit(sharding.mesh) else None
 
 
-def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types | None:
+def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> ExplicitTypes | None:
     """The types of a jaxpr that was traced under `context`; None if it is no program of explicit mode.
 
     Args:
@@ -97,7 +97,7 @@ def types_of(closed: ClosedJaxpr, context: AbstractMesh, *, obey: bool) -> Types
             results[i] = None
     on_auto = frozenset(i for i, aval in enumerate(closed.out_avals) if _is_on_auto(aval))
     written = tuple(None if (one := type_sharding(aval)) is None else _bare(one.spec) for aval in closed.in_avals)
-    return Types(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto, written)
+    return ExplicitTypes(meshes[0] if meshes else context, tuple(arguments), tuple(results), reached, on_auto, written)
 
 
 def _is_on_auto(aval: Any) -> bool:
@@ -120,7 +120,9 @@ def _layout_in(aval: Any) -> Layout | None:
     return tuple(tuple(sorted(axes, key=order)) for axes in layout_of(_bare(sharding.spec), aval.ndim))
 
 
-def on_auto_axes(closed: ClosedJaxpr, types: Types | None, *, obey: bool, settled: Sequence[int] = ()) -> ClosedJaxpr:
+def on_auto_axes(
+    closed: ClosedJaxpr, types: ExplicitTypes | None, *, obey: bool, settled: Sequence[int] = ()
+) -> ClosedJaxpr:
     """The jaxpr with no types of explicit mode in it, and their orders as constraints.
 
     Args:
@@ -153,8 +155,8 @@ def _says(eqn: JaxprEqn | None, order: NamedSharding) -> bool:
     """Whether the equation is a constraint that says as much."""
     if eqn is None or eqn.primitive.name not in CONSTRAINTS:
         return False
-    said = _entries(eqn.params["sharding"].spec, len(order.spec))
-    pairs = ((_axes(ours), _axes(theirs), ours) for ours, theirs in zip(order.spec, said, strict=True))
+    entries = _entries(eqn.params["sharding"].spec, len(order.spec))
+    pairs = ((_axes(ours), _axes(theirs), ours) for ours, theirs in zip(order.spec, entries, strict=True))
     return all(ours is _UNCONSTRAINED or wanted == found[: len(wanted)] for wanted, found, ours in pairs)
 
 
@@ -337,18 +339,18 @@ class _Rewriter:
         """What a constraint says, on Auto axes: of the axes that are Explicit, what the type says."""
         (result,) = eqn.outvars
         aval: Any = result.aval
-        said = self.ordered(eqn) if eqn.primitive.name == "reshard" else eqn.params["sharding"]
-        memory_kind = said.memory_kind if said is not None else None
-        if said is None or not self.obey:
+        sharding = self.ordered(eqn) if eqn.primitive.name == "reshard" else eqn.params["sharding"]
+        memory_kind = sharding.memory_kind if sharding is not None else None
+        if sharding is None or not self.obey:
             memory_kind = memory_kind or (HOST if on_host(result.aval) else "device")
-            mesh = said.mesh if said is not None else _auto(eqn.params["dst_sharding"].mesh)
+            mesh = sharding.mesh if sharding is not None else _auto(eqn.params["dst_sharding"].mesh)
             return NamedSharding(_auto(mesh), PartitionSpec(*[_UNCONSTRAINED] * aval.ndim), memory_kind=memory_kind)
         typed = type_sharding(aval)
         if eqn.primitive.name == "reshard" or typed is None:
-            return said
-        both = (_entries(one.spec, aval.ndim) for one in (typed, said))
+            return sharding
+        both = (_entries(one.spec, aval.ndim) for one in (typed, sharding))
         entries = itertools.starmap(_joined, zip(*both, strict=True))
-        return NamedSharding(_auto(said.mesh), PartitionSpec(*entries), memory_kind=memory_kind)
+        return NamedSharding(_auto(sharding.mesh), PartitionSpec(*entries), memory_kind=memory_kind)
 
     def context_mesh(self, mesh: AbstractMesh) -> AbstractMesh:
         return _untyped_mesh(mesh) if is_explicit(mesh) else mesh

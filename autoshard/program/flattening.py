@@ -13,6 +13,7 @@ import jax
 from jax.tree_util import PyTreeDef
 
 from autoshard.program.signature import Arguments, static_places
+from autoshard.program.trees import Box, Tree
 
 if TYPE_CHECKING:
     from autoshard.program.modules import ModuleArguments, ModuleChanges
@@ -96,15 +97,23 @@ def module_arguments(dynamic: Arguments) -> ModuleArguments | None:
     return modules.ModuleArguments.of(dynamic)
 
 
-def returned_modules(
+def flat_results(
     result: Any, arguments: Any = (), tracers: Sequence[Any] = ()
-) -> tuple[list[Any], ModuleChanges] | None:
-    """The flat results of a function that takes no nnx modules, and what is made of them; None if it returns none."""
-    if "flax.nnx" not in sys.modules:
-        return None
-    from autoshard.program import modules
+) -> tuple[Sequence[Any], Tree | ModuleChanges]:
+    """The arrays of what a function returned that takes no nnx modules, and what rebuilds it: `unflattened`.
 
-    return modules.returned_modules(result, arguments, tracers)
+    Args:
+        result: what the function returned, which may have modules in it.
+        arguments: what it was called with.
+        tracers: the flat arguments.
+    """
+    if "flax.nnx" in sys.modules:
+        from autoshard.program import modules
+
+        if (found := modules.returned_modules(result, arguments, tracers)) is not None:
+            return found
+    box = Box.of(result)
+    return box.leaves, box.tree
 
 
 def with_flat_modules(tree: Any) -> Any:

@@ -85,8 +85,12 @@ class ModuleChanges:
     takes_static: bool  # whether leaves of the arguments outside of modules are no arrays
     in_place: Mapping[int, int]  # flat argument -> the flat result that replaces it in its module
     untouched: frozenset[int]  # flat arguments that modules hold after the step, too: donated or not, they are kept
-    result_paths: tuple[_Path, ...]  # of keys, one per flat result, from the argument or the result on
+    array_paths: tuple[_Path, ...]  # of keys, one per flat result, from the argument or the result on
     shown: Tree  # the step's result, as its author sees it, of the flat results and then the flat arguments
+
+    def unflattened(self, arrays: Sequence[Any]) -> Any:
+        """What a function that takes no modules returned, of its flat results."""
+        return self.result_of(arrays)
 
     def result_of(self, sources: Sequence[Any], variables: Sequence[Any] = (), references: Any = None) -> Any:
         """What the step returned, once its changes are in the caller's modules.
@@ -181,7 +185,7 @@ class ModuleArguments:
         static = {place for place, _ in self._static}
         count = itertools.count()
         numbers = [None if place in static else next(count) for place in range(self._values.num_leaves)]
-        return _shown(self._tree, self._items, _Flat.of(self._items, nnx.graph.RefMap()).held, iter(numbers))
+        return _shown(self._tree, self._items, _Flat.of(self._items, nnx.graph.RefMap()).held, [], iter(numbers))
 
     def specs(self) -> dict[int, PartitionSpec]:
         """Index of an array -> the PartitionSpec in the metadata of its variable, logical names resolved."""
@@ -315,7 +319,7 @@ class TracedModules:
         paths += [(*listed[number][0], *keys) for number, *keys in items.keys]
 
         results: list[Any] = []
-        result_paths: list[_Path] = []
+        array_paths: list[_Path] = []
         in_place: dict[int, int] = {}
         untouched: set[int] = set()
         order: list[int | None] = []
@@ -337,7 +341,7 @@ class TracedModules:
             if is_changed:
                 order.append(len(self._tracers) + len(results))
                 results.append(leaf)
-                result_paths.append(path)
+                array_paths.append(path)
         return results, ModuleChanges(
             graphs=tuple(modules.graphs),
             keeps_graphs=self._before.is_like(modules),
@@ -349,11 +353,12 @@ class TracedModules:
             takes_static=any(id(leaf) not in arguments for leaf in jax.tree.leaves(beside)),
             in_place=in_place,
             untouched=frozenset(untouched),
-            result_paths=tuple(result_paths),
+            array_paths=tuple(array_paths),
             shown=_shown(
                 structure,
                 [item for _, item in listed],
-                [*modules.held, *items.held],
+                items.held,
+                modules.held,
                 _results_first(order, len(self._tracers), len(results)),
             ),
         )
@@ -382,25 +387,33 @@ def _results_first(order: Sequence[int | None], arguments: int, results: int) ->
 
 
 def _shown(
-    tree: PyTreeDef, items: Sequence[Any], held: Sequence[Sequence[tuple[Any, Any]]], numbers: Iterator[int | None]
+    tree: PyTreeDef,
+    items: Sequence[Any],
+    held: Sequence[Sequence[tuple[Any, Any]]],
+    held_elsewhere: Sequence[Sequence[tuple[Any, Any]]],
+    numbers: Iterator[int | None],
 ) -> Tree:
     """A pytree with these items, as its author sees it.
 
     Args:
-        held: what holds values, and these, as `_Flat` has them: last those of the items.
-        numbers: per leaf of these values, which array it is.
+        held: per item, what holds values, and these, as `_Flat` has them.
+        held_elsewhere: the same of other modules, with which the items may share variables.
+        numbers: per leaf of the values elsewhere, and then of those of the items, which array it is.
     """
 
     def indices_of(value: Any) -> Any:
         structure: PyTreeDef = jax.tree.structure(value)
         return jax.tree.unflatten(structure, list(itertools.islice(numbers, structure.num_leaves)))
 
-    placed = [[(holder, indices_of(value)) for holder, value in one] for one in held]
-    of_items = placed[len(placed) - len(items) :]
-    known: dict[int, list[Any]] = {}  # states aside, which may hold variables of modules with other arrays
-    for item, one in zip([None] * (len(placed) - len(items)) + list(items), placed, strict=True):
-        for holder, indices in () if isinstance(item, nnx.State) else one:
-            known.setdefault(id(holder), []).append(indices)
+    def with_indices(one: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        return [(holder, indices_of(value)) for holder, value in one]
+
+    elsewhere, of_items = list(map(with_indices, held_elsewhere)), list(map(with_indices, held))
+    # A state may hold variables of modules with other arrays.
+    of_modules = [one for item, one in zip(items, of_items, strict=True) if not isinstance(item, nnx.State)]
+    known: dict[int, list[Any]] = {}
+    for holder, indices in itertools.chain(*elsewhere, *of_modules):
+        known.setdefault(id(holder), []).append(indices)
 
     def indices_in(holder: Any) -> Any:
         visits = known[id(holder)]  # a variable is visited once, an array as often as modules hold it

@@ -40,9 +40,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.jaxprs import ClosedJaxpr
 from autoshard.layout import Layout
-from autoshard.program.explicit import Types, open_axes
+from autoshard.program.explicit import ExplicitTypes, open_axes
 from autoshard.program.trees import Tree
-from autoshard.program.turns import LoopLength
+from autoshard.program.trip_counts import LoopLength
 from autoshard.program.user_code import Source
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Program:
     rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, in the order in which that was done
     # Arguments that were given when the step was traced, by name, or by position where they have none.
     static: Mapping[str | int, Any] = field(default_factory=dict, repr=False)
-    types: Types | None = None  # of explicit mode; None if it is no program of explicit mode
+    types: ExplicitTypes | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
     platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
     # Argument -> the PartitionSpec that flax keeps beside it; it may name axes that a mesh does not have.

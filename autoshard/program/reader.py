@@ -33,14 +33,14 @@ from autoshard.program.captured import CapturedArray
 from autoshard.program.paths import ArrayKind, Places, carried_results, parameter_names, printable, slashed
 from autoshard.program.program import Equation, Program, Value, renumbered
 from autoshard.program.trees import Tree
-from autoshard.program.turns import PASSES_COUNTERS, UNKNOWN_TURNS, LoopLength, bounds, said_turns
+from autoshard.program.trip_counts import PASSES_COUNTERS, UNKNOWN_TURNS, LoopLength, bounds, requested_turns
 from autoshard.program.user_code import Source, source_of
 
 # Primitives that open into other equations, and those that are to be computed as often as they occur.
 _NEVER_MERGED = frozenset({"cond", "optimization_barrier", "rng_uniform", "scan", "while"})
 
 
-class Reader:
+class JaxprReader:
     """One walk over a traced function's jaxpr."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Reader:
         sources = [*[None] * len(names), *(one.line for one, _ in self.captured)]
         names += [printable(name) for _, name in self.captured]
         arguments = tuple(
-            self.value(var.aval, name=name, at=_Place((), 1, source))
+            self.value(var.aval, name=name, at=_ReaderPlace((), 1, source))
             for var, name, source in zip(closed.jaxpr.invars, names, sources, strict=True)
         )
         own = arguments[: len(places.arguments)]
@@ -88,7 +88,7 @@ class Reader:
         )
         env = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         env |= zip(closed.jaxpr.constvars, constants, strict=True)
-        results = tuple(self.body(closed.jaxpr, env, _Place((), 1, None)))
+        results = tuple(self.body(closed.jaxpr, env, _ReaderPlace((), 1, None)))
         kinds = [_kind(x) if isinstance(x, Value) else None for x in results]
         carried = carried_results(places, list(map(_kind, own)), kinds)
         replaced = {result: names[argument] for argument, result in places.in_place.items()}
@@ -116,28 +116,28 @@ class Reader:
             apart=frozenset(self.apart),
         )
 
-    def value(self, aval, *, name: str = "", at: _Place | None = None, is_known: bool = False) -> Value:
+    def value(self, aval, *, name: str = "", at: _ReaderPlace | None = None, is_known: bool = False) -> Value:
         shape, dtype, is_on_host = kind_of(aval)
-        at = at or _Place((), 1, None)
+        at = at or _ReaderPlace((), 1, None)
         where = at.source, at.trips, is_on_host, at.guessed, is_known
         made = Value(len(self.values), shape, dtype, array_bytes(aval), name, *where)
         self.values.append(made)
         return made
 
-    def emit(self, primitive: str, params: Mapping, inputs: list, outputs: list, at: _Place) -> Equation:
+    def emit(self, primitive: str, params: Mapping, inputs: list, outputs: list, at: _ReaderPlace) -> Equation:
         index = len(self.equations)
         where = at.source, at.path, at.trips, at.guessed
         made = Equation(index, primitive, params, tuple(inputs), tuple(outputs), *where)
         self.equations.append(made)
         return made
 
-    def body(self, jaxpr: Jaxpr, env: dict, place: _Place) -> list[Value | np.ndarray]:
+    def body(self, jaxpr: Jaxpr, env: dict, place: _ReaderPlace) -> list[Value | np.ndarray]:
         """Walks one jaxpr whose inputs are in `env`; the values of its results."""
         computed: dict[tuple, int] = {}
         equations = equations_of(jaxpr)
         for i, eqn in enumerate(equations):
             inputs = [_read(env, atom) for atom in eqn.invars]
-            at = _Place((*place.path, i), place.trips, source_of(eqn) or place.source, place.guessed)
+            at = _ReaderPlace((*place.path, i), place.trips, source_of(eqn) or place.source, place.guessed)
             what = _computed(eqn, inputs) if self.merges else None
             first = i if what is None else computed.setdefault(what, i)
             if first < i:
@@ -148,7 +148,7 @@ class Reader:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [_read(env, atom) for atom in jaxpr.outvars]
 
-    def equation(self, eqn: JaxprEqn, inputs: list, at: _Place) -> list:
+    def equation(self, eqn: JaxprEqn, inputs: list, at: _ReaderPlace) -> list:
         opened = called_jaxpr(eqn)
         if eqn.primitive.name in REMAT and eqn.params["differentiated"]:
             behind = {x.id for x in itertools.compress(inputs, guards(eqn)) if isinstance(x, Value)}
@@ -180,12 +180,12 @@ class Reader:
             return self.numbers.get(x.id)
         return float(x) if x.ndim == 0 and x.dtype.kind in "biuf" else None
 
-    def call(self, closed: ClosedJaxpr, inputs: list, place: _Place) -> list:
+    def call(self, closed: ClosedJaxpr, inputs: list, place: _ReaderPlace) -> list:
         env = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         env |= {var: _constant(const) for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)}
         return self.body(closed.jaxpr, env, place)
 
-    def scan(self, eqn, inputs, at: _Place) -> list:
+    def scan(self, eqn, inputs, at: _ReaderPlace) -> list:
         consts, carries = scan_counts(eqn)
         loop = _Loop(self, at, steps=eqn.params["length"])
         closed = eqn.params["jaxpr"]
@@ -202,7 +202,7 @@ class Reader:
         loop.close()
         return [final for _, final in finals] + stacked
 
-    def while_loop(self, eqn, inputs, at: _Place) -> list:
+    def while_loop(self, eqn, inputs, at: _ReaderPlace) -> list:
         params, length = eqn.params, self.length(eqn, inputs, at)
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
         loop = _Loop(self, at, steps=length.turns, guessed=length.how != "exact")
@@ -221,14 +221,14 @@ class Reader:
         loop.close()
         return [final for _, final in finals]
 
-    def length(self, eqn, inputs, at: _Place) -> LoopLength:
+    def length(self, eqn, inputs, at: _ReaderPlace) -> LoopLength:
         """How often a `while` turns: as the user says, as its condition says, or a guess.
 
         Of a loop of which nothing is known, another at the same line may tell: a derivative turns as often.
         """
         found = bounds(eqn, [self.number(x) for x in inputs])
         known = [turns for turns in found if turns is not None]
-        if (said := said_turns(at.source, self.trips)) is not None and (None in found or len(found) > 1):
+        if (said := requested_turns(at.source, self.trips)) is not None and (None in found or len(found) > 1):
             length = LoopLength(at.source, said, "said")
         elif known and len(known) == len(found):
             length = LoopLength(at.source, max(1, min(known)), "exact" if len(found) == 1 else "guessed")
@@ -239,7 +239,7 @@ class Reader:
         self.loops[at.path] = length
         return length
 
-    def cond(self, eqn, inputs, at: _Place) -> list:
+    def cond(self, eqn, inputs, at: _ReaderPlace) -> list:
         if platforms := eqn.params.get("branches_platforms"):
             self.platforms[at.path] = platforms
         per_branch = []
@@ -258,7 +258,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ReaderPlace:
     """Where the reader stands: the path of a jaxpr or equation, its runs per step, the innermost user line so far."""
 
     path: tuple
@@ -266,14 +266,14 @@ class _Place:
     source: Source | None
     guessed: int = 1  # of the runs: turns of loops whose number a compiled program does not tell
 
-    def below(self, *steps) -> _Place:
+    def below(self, *steps) -> _ReaderPlace:
         return replace(self, path=(*self.path, *steps))
 
 
 class _Loop:
     """The boundary equations of one loop, as they are emitted around its body."""
 
-    def __init__(self, reader: Reader, at: _Place, steps: int, guessed: bool = False):
+    def __init__(self, reader: JaxprReader, at: _ReaderPlace, steps: int, guessed: bool = False):
         self.reader, self.outside = reader, at
         self.inside = replace(at, trips=at.trips * steps, guessed=at.guessed * (steps if guessed else 1))
         self.start = len(reader.equations)
@@ -281,13 +281,13 @@ class _Loop:
         self.carries: list[int] = []
         self.counts: dict[str, int] = {}
 
-    def emit(self, kind: str, inputs, outputs, place: _Place) -> int:
+    def emit(self, kind: str, inputs, outputs, place: _ReaderPlace) -> int:
         position = self.counts[kind] = self.counts.get(kind, -1) + 1
         at = place.below(kind.removeprefix("scan_"), position)
         self.indices.append(self.reader.emit(kind, {}, inputs, outputs, at).index)
         return self.indices[-1]
 
-    def value(self, aval, place: _Place) -> Value:
+    def value(self, aval, place: _ReaderPlace) -> Value:
         return self.reader.value(aval, at=place)
 
     def const(self, outer, aval) -> Value:

@@ -14,16 +14,16 @@ from jax.tree_util import tree_flatten_with_path
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal
 from autoshard.program.captured import CapturedArray, identity_of, with_captured
 from autoshard.program.closures import names_in_closure
-from autoshard.program.explicit import Types, on_auto_axes, types_of
-from autoshard.program.flattening import module_arguments, returned_modules
+from autoshard.program.explicit import ExplicitTypes, on_auto_axes, types_of
+from autoshard.program.flattening import flat_results, module_arguments
+from autoshard.program.flax_shardings import wishes_of
 from autoshard.program.paths import Places, carried_results, slashed
 from autoshard.program.program import Program
-from autoshard.program.reader import Reader, kind_of
+from autoshard.program.reader import JaxprReader, kind_of
 from autoshard.program.signature import Arguments, ArgumentSelection, join, signature_without
 from autoshard.program.trees import Box, Tree
-from autoshard.program.turns import check_places
+from autoshard.program.trip_counts import check_places
 from autoshard.program.user_code import named_change_outside
-from autoshard.program.wishes import wishes_of
 
 if TYPE_CHECKING:
     from autoshard.program.modules import ModuleArguments, ModuleChanges
@@ -130,7 +130,7 @@ def traced_step(
         if captured and known is not None:
             known = replace(known, arguments=(*known.arguments, *[None] * len(captured)))
         named = list(zip(captured, _names(fn, captured, closed, untyped), strict=True))
-        reader = Reader(taking, named, merges=merges, has_rule=has_rule, trips=trips)
+        reader = JaxprReader(taking, named, merges=merges, has_rule=has_rule, trips=trips)
         program = reader.program(in_tree, out_tree, places)
         check_places(trips or {}, program.loops)
         wishes = wishes_of(dynamic, in_tree, modules) if obey else {}
@@ -165,7 +165,7 @@ def _carried(closed: ClosedJaxpr, places: Places) -> dict[int, int]:
     return carried_results(places, arguments, results)
 
 
-def _results_in_place(closed: ClosedJaxpr, types: Types, places: Places) -> list[int]:
+def _results_in_place(closed: ClosedJaxpr, types: ExplicitTypes, places: Places) -> list[int]:
     """Results that take the place of an argument of their type, and so lie as it does."""
     carried = _carried(closed, places)
     return [result for argument, result in carried.items() if types.arguments[argument] == types.results[result]]
@@ -196,11 +196,12 @@ def _watched(fn: Callable, static: tuple, recorded: list[ModuleChanges]) -> Call
         tracers = [leaf for box in (*args, *kwargs.values()) for leaf in box.leaves]
         args, kwargs = join(static, opened)
         made = fn(*args, **kwargs)
-        if (found := returned_modules(made, opened, tracers)) is None:
-            result = Box.of(made)
+        arrays, rebuilder = flat_results(made, opened, tracers)
+        if isinstance(rebuilder, Tree):
+            result = Box(rebuilder, arrays)
         else:
-            result = Box.of_list(found[0], found[1].result_paths)
-            recorded.append(found[1])
+            result = Box.of_list(arrays, rebuilder.array_paths)
+            recorded.append(rebuilder)
         after, _ = tree_flatten_with_path(opened)
         returned = set(map(id, result.leaves))
         changed = [
@@ -227,7 +228,7 @@ def _recording(
         results, changes = traced.returned(fn(*positional, **keyword))
         _warn_of_lost(fn, [path for path, leaf in traced.replaced() if not any(leaf is one for one in results)])
         recorded.append(changes)
-        return Box.of_list(results, changes.result_paths)
+        return Box.of_list(results, changes.array_paths)
 
     return _with_signature(recording, fn, static)
 

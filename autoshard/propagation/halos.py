@@ -24,7 +24,7 @@ HALO_SHARE = 1 / 4  # of a shard, at most: a device that receives more had bette
 
 
 @dataclass(frozen=True)
-class Rows(Generic[Factor]):
+class HaloRows(Generic[Factor]):
     """The rows of one operand that a device reads along one dim: its shard, and more or less at both ends."""
 
     dim: int
@@ -36,8 +36,8 @@ class Rows(Generic[Factor]):
     wraps: bool = False  # whether the rows go on at the other end of the array
     padding: tuple[int, int] = (0, 0)  # of the window, on what a device has read
 
-    def renamed(self, factor: int) -> Rows[int]:
-        return Rows(self.dim, factor, self.before, self.after, self.first, self.last, self.wraps, self.padding)
+    def renamed(self, factor: int) -> HaloRows[int]:
+        return HaloRows(self.dim, factor, self.before, self.after, self.first, self.last, self.wraps, self.padding)
 
     def permutes(self, size: int, pieces: int) -> Sequence[Permute]:
         return hops(self, size, pieces)
@@ -52,14 +52,14 @@ class Reach(Generic[Factor]):
     """What a device reads of one operand, dim by dim: the rows of later dims are those of what earlier dims brought."""
 
     operand: int
-    rows: tuple[Rows[Factor] | Shift[Factor], ...]
+    rows: tuple[HaloRows[Factor] | Shift[Factor], ...]
     is_hull: bool = False  # of several places, each of which is read by itself
     readers: int = 1  # equations that bring the same, of which XLA keeps one
 
     @property
-    def halos(self) -> tuple[Rows[Factor], ...]:
+    def halos(self) -> tuple[HaloRows[Factor], ...]:
         """Those that we exchange ourselves."""
-        return tuple(rows for rows in self.rows if isinstance(rows, Rows))
+        return tuple(rows for rows in self.rows if isinstance(rows, HaloRows))
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Transfer:
     readers: int = 1  # `Reach.readers`
 
 
-def hops(rows: Rows, size: int, pieces: int) -> list[Hop]:
+def hops(rows: HaloRows, size: int, pieces: int) -> list[Hop]:
     """The collective_permutes that bring a device its rows of a dim of this size, split into so many pieces."""
     shard = size // pieces
     begin, end = -rows.before, shard + rows.after
@@ -189,7 +189,7 @@ def window_rows(
     dilation: int = 1,
     spread: int = 1,
     moves: int | None = None,
-) -> Rows[str]:
+) -> HaloRows[str]:
     """What a device reads for its share of a window's positions, or of the window itself.
 
     A device that has `shard` rows reads from the first row of its first window to the last row of its last window:
@@ -214,7 +214,7 @@ def window_rows(
     beyond = (window - 1) * dilation - stride if moves is None else (moves - 1) * stride - dilation
     beyond -= padding
     start, after = -(padding // spread), beyond // spread + 1
-    return Rows(
+    return HaloRows(
         dim=dim,
         factor=factor,
         before=-start,

@@ -1,8 +1,8 @@
 """Data that moves along dims: pads, slices, updates in, what each device reads of their sources out.
 
-A `Step` is one equation between the sources and the result. All steps of a move have the rank of the result, and dims
-stand for the same dims. Along a dim that is split, a device has the same number of rows of every step's result, from
-its own place plus an offset. Rows that are not there hold anything; a step never lets them pass.
+A `MoveStep` is one equation between the sources and the result. All steps of a move have the rank of the result, and
+dims stand for the same dims. Along a dim that is split, a device has the same number of rows of every step's result,
+from its own place plus an offset. Rows that are not there hold anything; a step never lets them pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Array = TypeVar("Array")
 
 
 @dataclass(frozen=True)
-class Step:
+class MoveStep:
     """One equation of a move."""
 
     kind: str  # "slice", "pad", "concatenate", "put", "put_add", "fill", "same" or "pointwise"
@@ -23,11 +23,11 @@ class Step:
     operands: tuple[int, ...]  # other steps, or `~i` for the i-th source
     inputs: tuple[int, ...]  # which operands of its equation these are
     moves: Any = 0  # first rows of a slice, (before, after) of a pad, dim of a concatenation, window of an update
-    said: str = ""  # what a pointwise step computes
+    function: str = ""  # what a pointwise step computes
 
 
 @dataclass(frozen=True)
-class Place:
+class RowOffset:
     """Which rows of an array devices have along one dim: their own, so many rows further on."""
 
     offset: int
@@ -35,16 +35,16 @@ class Place:
     last: int  # and before this one
     wraps: bool = False
 
-    def moved(self, by: int, size: int) -> Place:
+    def moved(self, by: int, size: int) -> RowOffset:
         """The place in an array of this size whose row `i + by` is our row `i`; round the end if that moves nothing."""
         wraps = self.wraps and not by
-        return Place(self.offset + by, max(self.first + by, 0), min(self.last + by, size), wraps)
+        return RowOffset(self.offset + by, max(self.first + by, 0), min(self.last + by, size), wraps)
 
 
-Places = tuple[Place | None, ...]  # dim -> where; None: whole
+Places = tuple[RowOffset | None, ...]  # dim -> where; None: whole
 
 
-class Work(Protocol[Array]):
+class MoveVisitor(Protocol[Array]):
     """What is done at each step."""
 
     def source(self, index: int, places: Places) -> Array: ...
@@ -52,14 +52,14 @@ class Work(Protocol[Array]):
     def step(self, index: int, places: Places, operands: Sequence[Array]) -> Array:
         """A step by itself, along whole dims."""
 
-    def choose(self, dim: int, place: Place, first: int, last: int, inside: Array, outside: Array) -> Array:
+    def choose(self, dim: int, place: RowOffset, first: int, last: int, inside: Array, outside: Array) -> Array:
         """Rows of `inside` from `first` and before `last`, else of `outside`, which may be one number."""
 
 
-class Walk:
+class MoveWalk:
     """The way from a move's result to its sources."""
 
-    def __init__(self, steps: Sequence[Step], sources: Sequence[tuple[int, ...]], work: Work):
+    def __init__(self, steps: Sequence[MoveStep], sources: Sequence[tuple[int, ...]], work: MoveVisitor):
         """
         Args:
             steps: of the move; the last makes the result.
@@ -72,7 +72,7 @@ class Walk:
     def result(self, split: Sequence[bool]) -> Any:
         """The result, each device's own rows along dims that are split."""
         shape = self.steps[-1].shape
-        places = (Place(0, 0, size) if one else None for size, one in zip(shape, split, strict=True))
+        places = (RowOffset(0, 0, size) if one else None for size, one in zip(shape, split, strict=True))
         return self.at(len(self.steps) - 1, tuple(places))
 
     def shape(self, ref: int) -> tuple[int, ...]:
@@ -102,13 +102,13 @@ class Walk:
                 operands = (self.at(operand, places if self.shape(operand) else ()) for operand in step.operands)
                 return self.work.step(ref, places, list(operands))
 
-    def _sliced(self, step: Step, places: Places) -> Places:
+    def _sliced(self, step: MoveStep, places: Places) -> Places:
         shape, starts = self.shape(step.operands[0]), step.moves
         return tuple(
             place and place.moved(start, size) for place, start, size in zip(places, starts, shape, strict=True)
         )
 
-    def _padded(self, ref: int, step: Step, places: Places) -> Any:
+    def _padded(self, ref: int, step: MoveStep, places: Places) -> Any:
         array, number = step.operands
         shape, config = self.shape(array), step.moves
         moved = (place and place.moved(-lo, size) for place, (lo, _), size in zip(places, config, shape, strict=True))
@@ -116,7 +116,7 @@ class Walk:
         inside = self.work.step(ref, places, [self.at(array, tuple(moved)), outside])
         return self._within(places, [low for low, _ in config], shape, inside, outside)
 
-    def _updated(self, ref: int, step: Step, places: Places) -> Any:
+    def _updated(self, ref: int, step: MoveStep, places: Places) -> Any:
         """An array of which one window is written over or added to."""
         array, update = step.operands
         starts, window = step.moves
@@ -133,7 +133,7 @@ class Walk:
                 inside = self.work.choose(dim, place, start, start + size, inside, outside)
         return inside
 
-    def _joined(self, step: Step, places: Places) -> Any:
+    def _joined(self, step: MoveStep, places: Places) -> Any:
         """A concatenation along a split dim. Pieces of one array that follow each other round a circle are one."""
         dim = step.moves
         place, start, pieces = places[dim], 0, []
@@ -202,7 +202,7 @@ def _circle(ends: set[tuple[int, Places]], dim: int, shape: tuple[int, ...]) -> 
         return None
     (offset,), (left,) = offsets, others
     offset -= size if offset > size // 2 else 0
-    return (*left[:dim], Place(offset, 0, size, wraps=True), *left[dim:])
+    return (*left[:dim], RowOffset(offset, 0, size, wraps=True), *left[dim:])
 
 
 @dataclass(frozen=True)
@@ -226,15 +226,15 @@ class _Reads:
     def step(self, index: int, places: Places, operands: Sequence[None]) -> None:
         pass
 
-    def choose(self, dim: int, place: Place, first: int, last: int, inside: None, outside: None) -> None:
+    def choose(self, dim: int, place: RowOffset, first: int, last: int, inside: None, outside: None) -> None:
         self.chosen.add(dim)
 
 
-def reads(steps: Sequence[Step], sources: Sequence[tuple[int, ...]]) -> tuple[list[SourceRead], set[int]]:
+def reads(steps: Sequence[MoveStep], sources: Sequence[tuple[int, ...]]) -> tuple[list[SourceRead], set[int]]:
     """What a device reads of each source if all dims are split, and the dims along which anything moves."""
     noted = _Reads()
     shape = steps[-1].shape
-    Walk(steps, sources, noted).result([True] * len(shape))
+    MoveWalk(steps, sources, noted).result([True] * len(shape))
     moved = set(noted.chosen)
     for read in noted.found:
         for dim, place in enumerate(read.places):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -81,7 +81,7 @@ class StartingLayout:
 
 
 @dataclass(frozen=True)
-class Operation:
+class PropagatedOperation:
     """An equation, or the broadcast before one, as propagation sees it."""
 
     equation: Equation | None  # None: a result that is returned in a layout of its own
@@ -110,7 +110,7 @@ class Operation:
         return "passing"
 
 
-class Operations:
+class PropagationGraph:
     """A program as propagation sees it.
 
     A tensor is an id: the id of its value in the program, or a negative id for a tensor that only XLA has.
@@ -124,8 +124,10 @@ class Operations:
         ends: Mapping[int, Layout],
         order: Sequence[int] | None = None,
     ):
-        self.spreading: list[Operation] = []  # in the given order of equations, else that of the program
-        self.constant: list[Operation] = []  # that make constants, in program order: they follow their readers
+        self.spreading: list[PropagatedOperation] = []  # in the given order of equations, else that of the program
+        self.constant: list[
+            PropagatedOperation
+        ] = []  # that make constants, in program order: they follow their readers
         self.given = {id_: StartingLayout(layout, frozenset(), id_) for id_, layout in fixed.items()}
         self.ndims = {value.id: len(value.shape) for value in program.values}
         self._outer: dict[int, int] = {}  # value in a branch -> the value outside that it is
@@ -179,43 +181,55 @@ class Operations:
         return self._held.get(id_, id_)
 
     def _apply_annotations(self, program: Program, rules: Sequence[Rule]) -> None:
-        said: dict[int, list[StartingLayout]] = defaultdict(list)  # id -> what constraints say of it
+        constrained: dict[int, list[StartingLayout]] = defaultdict(list)  # id -> what constraints say of it
         annotated = []
         for equation, rule in zip(program.equations, rules, strict=True):
-            if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
-                outer = equation.inputs[0].id
-                self._outer[equation.outputs[0].id] = self._outer.get(outer, outer)
-            if equation.primitive == "scan_carry":
-                seen, final = equation.outputs
-                self._carries[final.id] = seen.id
-                if (body := self._bodies.get(equation.loop)) is not None and body.is_called:
-                    self._edges[seen.id], _ = self._new(((),) * len(seen.shape))
-                    self._carries[final.id] = self._edges[seen.id]
-                    if final.id in self.given:
-                        self.given[self._edges[seen.id]] = self.given[final.id]
+            self._note_boundary(equation)
             if rule.given:
-                for value, dims in zip(equation.inputs, rule.operands, strict=True):
-                    if isinstance(value, Value) and dims:
-                        said[self.seen_as(value)].append(_given(dims, rule, equation))
+                for value, dims in _arrays(equation, rule):
+                    constrained[self.seen_as(value)].append(_given(dims, rule, equation))
                 annotated.append((equation, rule))
         for equation, rule in annotated:
             for value, dims in zip(equation.outputs, rule.results, strict=True):
                 self.given.setdefault(value.id, _given(dims, rule, equation))
         for equation, rule in annotated:
-            for value, dims in zip(equation.inputs, rule.operands, strict=True):
-                if not isinstance(value, Value) or not dims:
-                    continue
-                id_, wanted = self.seen_as(value), _given(dims, rule, equation)
-                if id_ in self.given or wanted.open or any(other != wanted for other in said[id_]):
-                    continue
-                hands_over = id_ in program.makers and program.makers[id_].primitive in _HANDS_OVER
-                if hands_over and equation.primitive in CONSTRAINTS:
-                    self._held[id_] = equation.outputs[0].id
-                else:
-                    self.given[self._laid_as(id_)] = wanted
-        self._find_chains(program, said)
+            for value, dims in _arrays(equation, rule):
+                self._give_operand(value, _given(dims, rule, equation), equation, program, constrained)
+        self._find_chains(program, constrained)
 
-    def _find_chains(self, program: Program, said: Mapping[int, Sequence[StartingLayout]]) -> None:
+    def _note_boundary(self, equation: Equation) -> None:
+        """Notes which values of a branch or loop are values outside, or lie as another one of the loop."""
+        if equation.primitive == "branch_const" and isinstance(equation.inputs[0], Value):
+            outer = equation.inputs[0].id
+            self._outer[equation.outputs[0].id] = self._outer.get(outer, outer)
+        if equation.primitive == "scan_carry":
+            seen, final = equation.outputs
+            self._carries[final.id] = seen.id
+            if (body := self._bodies.get(equation.loop)) is not None and body.is_called:
+                self._edges[seen.id], _ = self._new(((),) * len(seen.shape))
+                self._carries[final.id] = self._edges[seen.id]
+                if final.id in self.given:
+                    self.given[self._edges[seen.id]] = self.given[final.id]
+
+    def _give_operand(
+        self,
+        value: Value,
+        wanted: StartingLayout,
+        equation: Equation,
+        program: Program,
+        constrained: Mapping[int, Sequence[StartingLayout]],
+    ) -> None:
+        """Gives an operand the layout in which a constraint reads it, if nothing else is said of the operand."""
+        id_ = self.seen_as(value)
+        if id_ in self.given or wanted.open or any(other != wanted for other in constrained[id_]):
+            return
+        hands_over = id_ in program.makers and program.makers[id_].primitive in _HANDS_OVER
+        if hands_over and equation.primitive in CONSTRAINTS:
+            self._held[id_] = equation.outputs[0].id
+        else:
+            self.given[self._laid_as(id_)] = wanted
+
+    def _find_chains(self, program: Program, constrained: Mapping[int, Sequence[StartingLayout]]) -> None:
         constraints = [equation for equation in program.equations if equation.primitive in CONSTRAINTS]
         by_result: dict[int | None, Equation] = {equation.outputs[0].id: equation for equation in constraints}
         readers = program.reads + Counter(x.id for x in program.results if isinstance(x, Value))
@@ -226,7 +240,7 @@ class Operations:
             start = first.inputs[0]
             if first is last or not isinstance(start, Value) or start.id in by_result:
                 continue
-            if not said.get(last.outputs[0].id) and len(said[self.seen_as(start)]) == 1:
+            if not constrained.get(last.outputs[0].id) and len(constrained[self.seen_as(start)]) == 1:
                 self._chained[self.seen_as(start)] = last
 
     def _find_constants(self, program: Program) -> None:
@@ -252,12 +266,12 @@ class Operations:
                         reads[self._read(value, equation)] += times
         return reads
 
-    def _end(self, value: Value, layout: Layout) -> Operation:
+    def _end(self, value: Value, layout: Layout) -> PropagatedOperation:
         """What a result is returned by: it lies as said, whatever the value does."""
         factors = tuple(map(str, range(len(value.shape))))
         returned, dims = self._new(tuple((factor,) for factor in factors))
         self.given[returned] = StartingLayout(layout, frozenset(), value.id)
-        return Operation(
+        return PropagatedOperation(
             equation=None,
             sizes=dict(zip(factors, value.shape, strict=True)),
             ids=(self._laid_as(self._read(value)), returned),
@@ -324,7 +338,7 @@ class Operations:
         else:
             add(operands, results, kind, elementwise=elementwise)
 
-    def _place(self, places: Sequence[int], operation: Operation) -> tuple[int, ...]:
+    def _place(self, places: Sequence[int], operation: PropagatedOperation) -> tuple[int, ...]:
         """Where Shardy comes to an operation: what hands values to a loop and back stands behind the loop."""
         equation = operation.equation
         assert equation is not None, "results have no place"
@@ -337,7 +351,7 @@ class Operations:
 
     def _add_operation(
         self,
-        into: list[Operation],
+        into: list[PropagatedOperation],
         equation: Equation,
         rule: Rule,
         reads: Counter[int],
@@ -349,7 +363,7 @@ class Operations:
     ) -> None:
         tensors = (*operands, *results)
         into.append(
-            Operation(
+            PropagatedOperation(
                 equation=equation,
                 sizes=rule.sizes,
                 ids=tuple(self._laid_as(id_) for id_, _ in tensors),
@@ -373,6 +387,13 @@ class Operations:
 
 def _id(operand: Value | np.ndarray) -> int | None:
     return operand.id if isinstance(operand, Value) else None
+
+
+def _arrays(equation: Equation, rule: Rule) -> Iterator[tuple[Value, Dims]]:
+    """The operands that have dims, with the factors of these."""
+    for value, dims in zip(equation.inputs, rule.operands, strict=True):
+        if isinstance(value, Value) and dims:
+            yield value, dims
 
 
 def _given(dims: Dims, rule: Rule, equation: Equation) -> StartingLayout:

@@ -19,13 +19,13 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.program import Equation, Program, Value
-from autoshard.propagation.parts import Makers, Operand, Part, constant_of
+from autoshard.propagation.parts import Makers, Operand, StencilPart, constant_of
 from autoshard.propagation.rules.windows import WRAPS, conv_general_dilated
 
 UNPADDED = "unpadded"  # parameter of the equation that makes what was padded: its steps, and which source it is
 _NOTHING = -1  # a row that pads with zeros
 
-FindPart = Callable[[Operand, Equation], Part | None]  # how a value inside a stencil is made
+FindPart = Callable[[Operand, Equation], StencilPart | None]  # how a value inside a stencil is made
 
 
 @dataclass(frozen=True)

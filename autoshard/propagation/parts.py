@@ -1,7 +1,7 @@
 """One equation in, what it does inside a stencil out: the kinds of steps, and the dims that they are of.
 
 All steps of a stencil have the rank of its result. A dim of size 1 that an equation drops, as `u[0]` does, stays a dim
-of the step; `Part.dims` says which dims of the step those of the value are.
+of the step; `StencilPart.dims` says which dims of the step those of the value are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class StencilPart:
     """One result of an equation, as a step."""
 
     equation: Equation
@@ -30,7 +30,7 @@ class Part:
     inputs: tuple[int, ...]  # which operands of the equation it reads as arrays
     shape: Shape  # of the step
     dims: tuple[int | None, ...]  # dim of the value -> dim of the step; None for a dim of size 1 that no step has
-    moves: Any = 0  # `Step.moves`
+    moves: Any = 0  # `MoveStep.moves`
     reads: tuple[tuple[int | None, ...], ...] = ()  # per operand: its dims, if they are not those of the value
 
     @property
@@ -38,11 +38,11 @@ class Part:
         return tuple(self.equation.inputs[i] for i in self.inputs)
 
 
-KnownPart = Callable[[Operand], Part | None]  # how a value inside a stencil is made
+KnownPart = Callable[[Operand], StencilPart | None]  # how a value inside a stencil is made
 Makers = Mapping[int, Equation]
 
 
-def parts_of(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def parts_of(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     """What each result of an equation is inside a stencil; empty if it is no part of one."""
     if not all(math.prod(made.shape) and made.shape for made in equation.outputs):
         return []
@@ -73,24 +73,26 @@ def _has_all_dims(array: Operand, known: KnownPart) -> bool:
     return part is None or part.dims == tuple(range(len(part.shape)))
 
 
-def _cut(equation: Equation, operand: Operand, starts: Sequence[int], known: KnownPart, output: int = 0) -> Part | None:
+def _cut(
+    equation: Equation, operand: Operand, starts: Sequence[int], known: KnownPart, output: int = 0
+) -> StencilPart | None:
     """The part that is a slice of an operand."""
     shape, dims = _of(operand, known)
     moved, size = [0] * len(shape), list(shape)
     for dim, start, length in zip(dims, starts, equation.outputs[output].shape, strict=True):
         if dim is not None:
             moved[dim], size[dim] = int(start), length
-    return Part(equation, "slice", (0,), tuple(size), dims, tuple(moved))
+    return StencilPart(equation, "slice", (0,), tuple(size), dims, tuple(moved))
 
 
-def _slice(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _slice(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     params = equation.params
     if any(stride != 1 for stride in params["strides"] or ()):
         return []
     return _some(_cut(equation, equation.inputs[0], params["start_indices"], known))
 
 
-def _split(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _split(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     (operand,), axis, sizes = equation.inputs, equation.params["axis"], equation.params["sizes"]
     starts = [[0] * len(operand.shape) for _ in sizes]
     for start, at in zip(starts, itertools.accumulate(sizes, initial=0), strict=False):
@@ -98,7 +100,7 @@ def _split(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     return _some(*(_cut(equation, operand, start, known, i) for i, start in enumerate(starts)))
 
 
-def _dynamic_slice(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _dynamic_slice(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     operand, *starts = equation.inputs
     at = _numbers(starts, makers)
     if at is None:
@@ -107,7 +109,7 @@ def _dynamic_slice(equation: Equation, known: KnownPart, makers: Makers) -> list
     return _some(_cut(equation, operand, [min(max(a, 0), n - m) for a, n, m in sizes], known))
 
 
-def _pad(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _pad(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     operand, _ = equation.inputs
     shape, dims = _of(operand, known)
     config, size = [(0, 0)] * len(shape), list(shape)
@@ -117,10 +119,10 @@ def _pad(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
         if dim is not None:
             config[dim] = int(low), int(high)
             size[dim] += int(low) + int(high)
-    return [Part(equation, "pad", (0, 1), tuple(size), dims, tuple(config))]
+    return [StencilPart(equation, "pad", (0, 1), tuple(size), dims, tuple(config))]
 
 
-def _concatenate(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _concatenate(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     axis = equation.params["dimension"]
     inputs = tuple(i for i, x in enumerate(equation.inputs) if x.shape[axis])
     operands = [equation.inputs[i] for i in inputs]
@@ -131,17 +133,17 @@ def _concatenate(equation: Equation, known: KnownPart, makers: Makers) -> list[P
     shape = list(inside[0].shape if inside else operands[0].shape)
     shape[dims[axis]] = equation.outputs[0].shape[axis]
     kind = "concatenate" if len(operands) > 1 else "same"
-    return [Part(equation, kind, inputs, tuple(shape), dims, dims[axis])]
+    return [StencilPart(equation, kind, inputs, tuple(shape), dims, dims[axis])]
 
 
-def _broadcast(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _broadcast(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     (operand, *_), (made,) = equation.inputs, equation.outputs
     if not operand.shape:
-        return [Part(equation, "fill", (0,), made.shape, tuple(range(len(made.shape))))] if made.shape else []
+        return [StencilPart(equation, "fill", (0,), made.shape, tuple(range(len(made.shape))))] if made.shape else []
     return _renamed(equation, known, makers)
 
 
-def _renamed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _renamed(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     """What only drops or adds dims of size 1. Only the inside of a stencil has any use for it."""
     part, (made,) = known(equation.inputs[0]), equation.outputs
     if part is None:
@@ -153,17 +155,17 @@ def _renamed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]
             return []
         left = iter(wide)
         dims = tuple(None if size == 1 else next(left) for size in made.shape)
-    return [Part(equation, "same", (0,), part.shape, dims)]
+    return [StencilPart(equation, "same", (0,), part.shape, dims)]
 
 
-def _summed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _summed(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     """A sum over dims of one element, as gradients of broadcasts may be."""
     (operand,) = equation.inputs
     alone = all(operand.shape[dim] == 1 for dim in equation.params["axes"])
     return _renamed(equation, known, makers) if alone else []
 
 
-def _reversed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _reversed(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     """One row is the same the other way round."""
     turned = (equation.outputs[0].shape[dim] for dim in equation.params["dimensions"])
     part = known(equation.inputs[0])
@@ -172,16 +174,16 @@ def _reversed(equation: Equation, known: KnownPart, makers: Makers) -> list[Part
     return [replace(part, equation=equation, kind="same", inputs=(0,), moves=0, reads=())]
 
 
-def _pointwise(equation: Equation, known: KnownPart) -> list[Part]:
+def _pointwise(equation: Equation, known: KnownPart) -> list[StencilPart]:
     shapes = {tuple(x.shape) for x in equation.inputs} - {()}
     inside = [part for part in map(known, equation.inputs) if part is not None]
     if len(equation.outputs) != 1 or shapes != {equation.outputs[0].shape} or not inside:
         return []
     first = next((part for part in inside if part.kind != "fill"), inside[0])
-    return [Part(equation, "pointwise", tuple(range(len(equation.inputs))), first.shape, first.dims)]
+    return [StencilPart(equation, "pointwise", tuple(range(len(equation.inputs))), first.shape, first.dims)]
 
 
-def _put(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _put(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     """A scatter of one window at a place that is known."""
     array, indices, update = equation.inputs
     numbers = equation.params["dimension_numbers"]
@@ -196,10 +198,10 @@ def _put(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
         return []
     kind = "put" if equation.primitive == "scatter" else "put_add"
     whole = tuple(range(len(array.shape)))
-    return [Part(equation, kind, (0, 2), tuple(array.shape), whole, (starts, shape), (whole, tuple(window)))]
+    return [StencilPart(equation, kind, (0, 2), tuple(array.shape), whole, (starts, shape), (whole, tuple(window)))]
 
 
-def _dynamic_update_slice(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _dynamic_update_slice(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     array, update, *starts = equation.inputs
     at = _numbers(starts, makers)
     if at is None or not _has_all_dims(array, known):
@@ -207,10 +209,10 @@ def _dynamic_update_slice(equation: Equation, known: KnownPart, makers: Makers) 
     sizes = zip(at, array.shape, update.shape, strict=True)
     moves = tuple(min(max(a, 0), n - m) for a, n, m in sizes), tuple(update.shape)
     whole = tuple(range(len(array.shape)))
-    return [Part(equation, "put", (0, 1), tuple(array.shape), whole, moves, (whole, whole))]
+    return [StencilPart(equation, "put", (0, 1), tuple(array.shape), whole, moves, (whole, whole))]
 
 
-def _gather(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
+def _gather(equation: Equation, known: KnownPart, makers: Makers) -> list[StencilPart]:
     """A gather of one window at a place that is known."""
     (array, indices), params = equation.inputs, equation.params
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
@@ -220,7 +222,7 @@ def _gather(equation: Equation, known: KnownPart, makers: Makers) -> list[Part]:
     if starts is None:
         return []
     kept = tuple(dim for dim in range(len(array.shape)) if dim not in numbers.collapsed_slice_dims)
-    return [Part(equation, "slice", (0,), tuple(sizes), kept, starts, (tuple(range(len(array.shape))),))]
+    return [StencilPart(equation, "slice", (0,), tuple(sizes), kept, starts, (tuple(range(len(array.shape))),))]
 
 
 def _window_starts(
@@ -267,11 +269,11 @@ _FOLDED = frozenset(
 )
 
 
-def _some(*parts: Part | None) -> list[Part]:
+def _some(*parts: StencilPart | None) -> list[StencilPart]:
     return [part for part in parts if part is not None]
 
 
-_PARTS: Mapping[str, Callable[[Equation, KnownPart, Makers], list[Part]]] = {
+_PARTS: Mapping[str, Callable[[Equation, KnownPart, Makers], list[StencilPart]]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "dynamic_slice": _dynamic_slice,

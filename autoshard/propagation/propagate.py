@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.layout import Layout, MeshShape, evened, replicated, shards
 from autoshard.program import Equation, Program, Value
-from autoshard.propagation.operations import Operation, Operations, StartingLayout
+from autoshard.propagation.operations import PropagatedOperation, PropagationGraph, StartingLayout
 from autoshard.propagation.rule import Dims, Rule
 
 _Part = tuple[str, int]  # a mesh axis, and which of its prime parts
@@ -44,7 +44,7 @@ _SPREAD_ROUNDS = 5  # of spreading; `Operation.direction` says which way layouts
 
 
 @dataclass(frozen=True)
-class Origin:
+class AxisOrigin:
     """Why a value is split over a mesh axis."""
 
     axis: str
@@ -63,7 +63,7 @@ class PropagatedValue:
     value: Value
     spec: PartitionSpec
     equation: Equation | None  # that makes it; None for arguments
-    origins: tuple[Origin, ...]  # one per axis in `spec`
+    origins: tuple[AxisOrigin, ...]  # one per axis in `spec`
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Layouts:
 
     values: Mapping[int, Layout]  # value id -> layout
     results: tuple[Layout, ...]  # per flat result; only even splits, as XLA leaves results
-    origins: Mapping[int, tuple[Origin, ...]]  # value id -> one per axis that splits it
+    origins: Mapping[int, tuple[AxisOrigin, ...]]  # value id -> one per axis that splits it
 
 
 def propagate_layouts(
@@ -104,7 +104,7 @@ def propagate_layouts(
         order: indices of the equations, in the order in which Shardy goes through them; else that of the program.
     """
     parts = {axis: _parts(axis, devices) for axis, devices in mesh.items()}
-    spread = _LayoutSpread(Operations(program, rules, fixed, ends or {}, order), parts)
+    spread = _LayoutSpread(PropagationGraph(program, rules, fixed, ends or {}, order), parts)
     for round_ in range(_SPREAD_ROUNDS):
         spread.to_fixed_point(round_)
     spread.lay_out_constants()
@@ -149,7 +149,7 @@ def _joined(axes: Axes, parts: Mapping[str, Mapping[_Part, int]]) -> tuple[str, 
 class _LayoutSpread:
     """Layouts, in parts of axes, on their way to the fixed point."""
 
-    def __init__(self, operations: Operations, parts: Mapping[str, Mapping[_Part, int]]):
+    def __init__(self, operations: PropagationGraph, parts: Mapping[str, Mapping[_Part, int]]):
         self.operations = operations
         self.mesh = {part: size for of_axis in parts.values() for part, size in of_axis.items()}
         self.layouts: dict[int, PartLayout] = {id_: ((),) * ndim for id_, ndim in operations.ndims.items()}
@@ -204,7 +204,7 @@ class _LayoutSpread:
                     self.origins |= {(id_, part): self.origins[copy, part] for part in parts}
             self.agree(operation, "backward")
 
-    def agree(self, operation: Operation, direction: str) -> list[int]:
+    def agree(self, operation: PropagatedOperation, direction: str) -> list[int]:
         """Lets the tensors of one operation agree; the ids of those that changed."""
         if self.split.isdisjoint(operation.ids):
             return []
@@ -241,7 +241,7 @@ class _LayoutSpread:
         return [changed[tensor] for tensor in sorted(changed)]
 
     def note_origins(
-        self, operation: Operation, id_: int, axes_of: Mapping[str, Axes], projections: Sequence[_Projection]
+        self, operation: PropagatedOperation, id_: int, axes_of: Mapping[str, Axes], projections: Sequence[_Projection]
     ) -> None:
         for factor, axes in axes_of.items():
             for part in axes:
@@ -252,11 +252,11 @@ class _LayoutSpread:
                         self.origins[id_, part] = self.origins[other, part][0], operation.equation
                         break
 
-    def origins_of(self, id_: int, layout: Layout, program: Program) -> tuple[Origin, ...]:
+    def origins_of(self, id_: int, layout: Layout, program: Program) -> tuple[AxisOrigin, ...]:
         found = []
         for axis in (axis for axes in layout for axis in axes):
             start, equation = self.origins[id_, (axis, 0)]
-            found.append(Origin(axis, program.values[start], equation))
+            found.append(AxisOrigin(axis, program.values[start], equation))
         return tuple(found)
 
 

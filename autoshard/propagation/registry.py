@@ -77,7 +77,7 @@ def register_rule(
 
     >>> register_rule("fused_mlp", "b i, i j, j k -> b k", reduction="j", need_replication="i")
     """
-    said: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "reduction": names_of(reduction),
         "need_replication": names_of(need_replication),
         "permutation": names_of(permutation),
@@ -86,7 +86,7 @@ def register_rule(
 
     @lru_cache(maxsize=KEPT_RULES)
     def parsed(shapes: tuple[Shape, ...]) -> Rule:
-        return Rule.parse(notation, *shapes, **said)
+        return Rule.parse(notation, *shapes, **keywords)
 
     def rule_of_equation(equation: Equation) -> Rule:
         try:
@@ -94,7 +94,7 @@ def register_rule(
         except RuleError as error:
             raise RuleError(f"the rule registered for {equation}: {error}") from error
 
-    Rule.check_notation(notation, **said)
+    Rule.check_notation(notation, **keywords)
     rule(getattr(primitive, "name", primitive))(rule_of_equation)
 
 

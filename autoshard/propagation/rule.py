@@ -102,14 +102,14 @@ class Rule:
         return _Notation(notation).rule(shapes, reduction, need_replication, permutation, sizes or {})
 
     @staticmethod
-    def check_notation(notation: str, **said: Any) -> None:
+    def check_notation(notation: str, **keywords: Any) -> None:
         """Looks for what is wrong with a rule whatever the shapes; `said` are the keyword arguments of `parse`.
 
         Raises:
             RuleError: with the place in the notation that is wrong.
         """
         written = _Notation(notation)
-        written.check([*written.operands, *written.results], **said)
+        written.check([*written.operands, *written.results], **keywords)
 
 
 class RuleBuilder:
@@ -391,14 +391,14 @@ class _Notation:
         return expanded, groups
 
     def _check_kinds(self, kinds: Mapping[str, frozenset[str]], where: Mapping[str, int]) -> None:
-        said: dict[str, str] = {}
+        kind_of: dict[str, str] = {}
         for kind, names in kinds.items():
             for factor in sorted(names):
                 if factor not in where:
                     self.fail(0, f"{kind} names {factor!r}, which is no factor of this rule")
-                if factor in said:
-                    self.fail(where[factor], f"factor {factor!r} is both {said[factor]} and {kind}")
-                said[factor] = kind
+                if factor in kind_of:
+                    self.fail(where[factor], f"factor {factor!r} is both {kind_of[factor]} and {kind}")
+                kind_of[factor] = kind
 
     def _sizes(
         self,

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-from autoshard.propagation.halos import Rows
-from autoshard.propagation.moves import Place, Places, SourceRead
+from autoshard.propagation.halos import HaloRows
+from autoshard.propagation.moves import Places, RowOffset, SourceRead
 
 # Per source what all stencils read that share it, one entry for each of them; nothing where there is but one.
 SharedReads = tuple[tuple[tuple[Places, ...], ...], ...]
@@ -56,7 +56,7 @@ class SourceHalos:
         sharing = self._shared[source] if self._shared else ()
         return max(1, sum(any(is_moved(places[dim]) for places in one) for one in sharing))
 
-    def hulls(self, source: int, dim: int) -> tuple[Rows[str], ...]:
+    def hulls(self, source: int, dim: int) -> tuple[HaloRows[str], ...]:
         """What is brought, dim by dim, for the places that lie beyond a shard along this dim and no later one.
 
         Along dims in which this stencil moves nothing, nothing is brought for others. Nothing is of a
@@ -68,13 +68,13 @@ class SourceHalos:
         earlier = [one for one in sorted(self._dims) if one < dim and any(is_moved(places[one]) for places in moved)]
         return tuple(self._hull(source, one) for one in (*earlier, dim))
 
-    def _places(self, source: int, dim: int) -> list[Place]:
+    def _places(self, source: int, dim: int) -> list[RowOffset]:
         places = (read.places[dim] for read in self.reads if read.source == source)
         return [place for place in places if place is not None]
 
-    def _hull(self, source: int, dim: int) -> Rows[str]:
+    def _hull(self, source: int, dim: int) -> HaloRows[str]:
         found = self._places(source, dim)
-        return Rows(
+        return HaloRows(
             dim,
             factor="",
             before=max(-place.offset for place in found),
@@ -119,6 +119,6 @@ def _is_near(places: Iterable[Places]) -> bool:
     return any(moved) and all(len(one) <= 1 for one in moved) and max(map(max, filter(None, moved))) <= _NEAR_ROWS
 
 
-def is_moved(place: Place | None) -> bool:
+def is_moved(place: RowOffset | None) -> bool:
     """Whether the rows at a place are not a device's own."""
     return place is not None and place.offset != 0

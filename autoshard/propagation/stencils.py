@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.program import Equation, Program, Value
-from autoshard.propagation.moves import Places, Step, reads
+from autoshard.propagation.moves import MoveStep, Places, reads
 from autoshard.propagation.padded_windows import padded_windows
-from autoshard.propagation.parts import Operand, Part, parts_of, shape_in
+from autoshard.propagation.parts import Operand, StencilPart, parts_of, shape_in
 from autoshard.propagation.rules.windows import STENCIL, source_shapes, stencil
 from autoshard.propagation.source_halos import shared_reads
 
@@ -32,7 +32,7 @@ Grid = tuple[int | None, ...]  # dim of a step -> size; None: of no grid, as wha
 class _InnerValue:
     """A value inside a stencil."""
 
-    part: Part
+    part: StencilPart
     grid: Grid
 
     @property
@@ -72,7 +72,7 @@ def _replaced(program: Program, at_splits: bool) -> Program:
             return None
         return one
 
-    def part(operand: Operand, equation: Equation) -> Part | None:
+    def part(operand: Operand, equation: Equation) -> StencilPart | None:
         one = find(operand, equation)
         return None if one is None else one.part
 
@@ -122,13 +122,13 @@ def _sharing(program: Program, found: dict[int, Equation]) -> dict[int, Equation
     return {index: replace(one, params={**one.params, "shared": shared[index]}) for index, one in found.items()}
 
 
-def _ends(part: Part, operands: Sequence[_InnerValue | None]) -> bool:
+def _ends(part: StencilPart, operands: Sequence[_InnerValue | None]) -> bool:
     """Whether a stencil may end here: its result is on the grid, and something has moved."""
     moves = part.kind == "put" or part.kind == "put_add" or (part.kind == "pad" and any(map(any, part.moves)))
     return len(part.dims) == len(part.shape) and (moves or any(one and one.is_off_grid for one in operands))
 
 
-def _grid(part: Part, operands: Sequence[_InnerValue | None]) -> Grid | None:
+def _grid(part: StencilPart, operands: Sequence[_InnerValue | None]) -> Grid | None:
     """The grids of what a part makes; None if operands that are inside a stencil have not the same.
 
     What is outside, and not as large as the grid, is read whole. Of several that are joined, the largest has the grid.
@@ -154,15 +154,15 @@ def _grid(part: Part, operands: Sequence[_InnerValue | None]) -> Grid | None:
     return tuple(found)
 
 
-def _stencil(end: Part, made: Value, find: _Find) -> Equation | None:
+def _stencil(end: StencilPart, made: Value, find: _Find) -> Equation | None:
     """The one equation for all that leads to the value that a part makes; None if that is too much."""
     rank = len(end.shape)
-    steps: list[Step] = []
+    steps: list[MoveStep] = []
     sources: list[Operand] = []
     dims: list[tuple[int | None, ...]] = []  # per source: its dims in steps
     refs: dict[tuple, int] = {}  # a value or literal, and its dims -> its step, or `~i` for the i-th source
 
-    def ref(operand: Operand, reader: Part, reads: tuple[int | None, ...]) -> int:
+    def ref(operand: Operand, reader: StencilPart, reads: tuple[int | None, ...]) -> int:
         if not operand.shape:
             reads = ()
         key = operand.id if isinstance(operand, Value) else -1 - id(operand), reads
@@ -176,18 +176,18 @@ def _stencil(end: Part, made: Value, find: _Find) -> Equation | None:
                 refs[key] = ~(len(sources) - 1)
         return refs[key]
 
-    def add(part: Part) -> int:
+    def add(part: StencilPart) -> int:
         reads = part.reads or (part.dims,) * len(part.operands)
         if part.kind in ("slice", "pad", "same") and not part.reads:
             inside = find(part.operands[0], part.equation)
             known = inside.part.dims if inside else tuple(range(len(part.operands[0].shape)))
             reads = (known, ())[: len(part.operands)]
         refs = tuple(ref(x, part, one or ()) for x, one in zip(part.operands, reads, strict=True))
-        said = ""
+        function = ""
         if part.kind == "pointwise":
             params = ", ".join(f"{name}={value}" for name, value in sorted(part.equation.params.items()))
-            said = f"{part.equation.primitive}({params if ' at 0x' not in params else ''})"
-        steps.append(Step(part.kind, part.shape, refs, part.inputs, part.moves, said))
+            function = f"{part.equation.primitive}({params if ' at 0x' not in params else ''})"
+        steps.append(MoveStep(part.kind, part.shape, refs, part.inputs, part.moves, function))
         return len(steps) - 1
 
     add(end)
@@ -198,11 +198,11 @@ def _stencil(end: Part, made: Value, find: _Find) -> Equation | None:
     return replace(end.equation, primitive=STENCIL, params=params, inputs=tuple(sources), outputs=(made,))
 
 
-def _fits(part: Part, reads: tuple[int | None, ...], rank: int) -> bool:
+def _fits(part: StencilPart, reads: tuple[int | None, ...], rank: int) -> bool:
     """Whether a part can be a step of this rank, of which its value has these dims."""
     return part.kind == "fill" or (part.dims == reads and len(part.shape) == rank)
 
 
-def _filled(part: Part, reads: tuple[int | None, ...], rank: int) -> tuple[int, ...]:
+def _filled(part: StencilPart, reads: tuple[int | None, ...], rank: int) -> tuple[int, ...]:
     """The shape of a part as a step of this rank."""
     return shape_in(part.equation.outputs[0].shape, reads, rank) if part.kind == "fill" else part.shape

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, JaxprEqn, Literal, Var, called_jaxpr, scan_counts
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.recognition.equations import Equations
 
 Atom = Var | Literal
 
 
 @dataclass(eq=False)
-class Body:
+class NestedBody:
     """The equations of the step, of a scan or of a `jax.checkpoint`, in variables that no other body has."""
 
     inputs: list[Var]
@@ -27,11 +27,11 @@ class Body:
     results: list[Atom]
     constants: dict[Var, Any]
     like: ClosedJaxpr  # what it was made of
-    parent: Body | None = None
+    parent: NestedBody | None = None
     call: JaxprEqn | None = None  # the equation of the parent that runs it
-    inner: dict[int, Body] = field(default_factory=dict)  # id of an equation -> what it runs
+    inner: dict[int, NestedBody] = field(default_factory=dict)  # id of an equation -> what it runs
 
-    def all(self) -> Iterator[Body]:
+    def all(self) -> Iterator[NestedBody]:
         """This body and all below it."""
         yield self
         for body in self.inner.values():
@@ -39,13 +39,13 @@ class Body:
 
 
 @dataclass(eq=False)
-class Tree:
+class BodyTree:
     """All bodies of a step, and the origins of their values."""
 
-    root: Body
+    root: NestedBody
     origins: dict[Var, Var]
-    homes: dict[Var, tuple[Body, JaxprEqn | None]]  # variable -> the body it belongs to, and what makes it
-    numbers: dict[Body, int] = field(init=False)  # how manyth of all bodies each is
+    homes: dict[Var, tuple[NestedBody, JaxprEqn | None]]  # variable -> the body it belongs to, and what makes it
+    numbers: dict[NestedBody, int] = field(init=False)  # how manyth of all bodies each is
     names: dict[Var, list[Var]] = field(init=False)  # origin -> the other variables that are the same value
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Tree:
         body_of: Callable[[JaxprEqn], ClosedJaxpr | None] = called_jaxpr,
         *,
         opens_too: Callable[[JaxprEqn], bool] | None = None,
-    ) -> Tree:
+    ) -> BodyTree:
         """
         Args:
             body_of: what a call that is opened runs; None for what is no call.
@@ -75,19 +75,19 @@ class Tree:
         found: Var = self.origins.get(var, var)
         return found
 
-    def hand(self, var: Var, origin: Var, body: Body) -> None:
+    def hand(self, var: Var, origin: Var, body: NestedBody) -> None:
         """Says that a new variable of a body is the same value as one of another body."""
         self.origins[var], self.homes[var] = origin, (body, None)
         self.names.setdefault(origin, []).append(var)
 
-    def names_in(self, origin: Var, body: Body) -> list[Var]:
+    def names_in(self, origin: Var, body: NestedBody) -> list[Var]:
         """The variables that a value has in a body; one that was made there and is not any more is none."""
         here = [var for var in (origin, *self.names.get(origin, ())) if self._home(var) is body]
         return [var for var in here if self.homes[var][1] is None or var in body.equations.makers]
 
-    def readers(self, origin: Var) -> list[tuple[Body, JaxprEqn]]:
+    def readers(self, origin: Var) -> list[tuple[NestedBody, JaxprEqn]]:
         """What reads a value, in all bodies, in their order."""
-        here: dict[Body, list[Var]] = {}
+        here: dict[NestedBody, list[Var]] = {}
         for var in (origin, *self.names.get(origin, ())):
             if (body := self._home(var)) is not None:
                 here.setdefault(body, []).append(var)
@@ -97,7 +97,7 @@ class Tree:
             for eqn in body.equations.readers(*here[body])
         ]
 
-    def _home(self, var: Var) -> Body | None:
+    def _home(self, var: Var) -> NestedBody | None:
         return self.homes[var][0] if var in self.homes else None
 
 
@@ -109,11 +109,13 @@ class _BodyWalk:
     ) -> None:
         self.body_of, self.opens_too = body_of, opens_too
         self.origins: dict[Var, Var] = {}
-        self.homes: dict[Var, tuple[Body, JaxprEqn | None]] = {}
+        self.homes: dict[Var, tuple[NestedBody, JaxprEqn | None]] = {}
         self.stacked: dict[Var, tuple[int, Var]] = {}  # stack -> turns of the scan that made it, the value in a turn
         self.slices: dict[tuple[int, Var], Var] = {}
 
-    def body(self, closed: ClosedJaxpr, parent: Body | None, call: JaxprEqn | None, same: dict[int, Var]) -> Body:
+    def body(
+        self, closed: ClosedJaxpr, parent: NestedBody | None, call: JaxprEqn | None, same: dict[int, Var]
+    ) -> NestedBody:
         """
         Args:
             same: input -> the value that it is, where it is another's.
@@ -123,7 +125,7 @@ class _BodyWalk:
         constants = {Var(var.aval): const for var, const in zip(plain.jaxpr.constvars, plain.consts, strict=True)}
         names: dict[Var, Any] = dict(zip(plain.jaxpr.invars, inputs, strict=True))
         names |= zip(plain.jaxpr.constvars, constants, strict=True)
-        made = Body(inputs, Equations(), [], constants, closed, parent, call)
+        made = NestedBody(inputs, Equations(), [], constants, closed, parent, call)
         self.origins |= {inputs[i]: origin for i, origin in same.items()}
         self.homes |= dict.fromkeys((*inputs, *constants), (made, None))
         for eqn in plain.jaxpr.eqns:
@@ -141,7 +143,7 @@ class _BodyWalk:
         made.results = [atom if isinstance(atom, Literal) else names[atom] for atom in plain.jaxpr.outvars]
         return made
 
-    def scan(self, eqn: JaxprEqn, outside: Body) -> None:
+    def scan(self, eqn: JaxprEqn, outside: NestedBody) -> None:
         (consts, carries), turns, closed = scan_counts(eqn), eqn.params["length"], eqn.params["jaxpr"]
         origins, fresh = {}, dict[int, tuple[int, Var]]()
         for i, atom in enumerate(eqn.invars):
@@ -171,11 +173,11 @@ def is_softmax(eqn: JaxprEqn) -> bool:
     return {"exp", "reduce_max", "reduce_sum"} <= names
 
 
-def values_needed(tree: Tree) -> set[Var]:
+def values_needed(tree: BodyTree) -> set[Var]:
     """The values that some result or effect of the step needs."""
     live = set[Var]()
 
-    def visit(body: Body, results: Sequence[Atom]) -> None:
+    def visit(body: NestedBody, results: Sequence[Atom]) -> None:
         live.update(atom for atom in results if isinstance(atom, Var))
         for eqn in reversed(body.equations):
             if not eqn.effects and live.isdisjoint(eqn.outvars):
@@ -206,7 +208,7 @@ def values_needed(tree: Tree) -> set[Var]:
     return live
 
 
-def _carries(eqn: JaxprEqn, result: Var, body: Body, live: set[Var]) -> bool:
+def _carries(eqn: JaxprEqn, result: Var, body: NestedBody, live: set[Var]) -> bool:
     """Whether a result is a carry that a turn reads."""
     if eqn.primitive.name != "scan":
         return False

@@ -20,7 +20,7 @@ from autoshard.jaxprs import (
     jaxpr_of,
     scan_counts,
 )
-from autoshard.recognition.bodies import Atom, Body, Tree
+from autoshard.recognition.bodies import Atom, BodyTree, NestedBody
 from autoshard.recognition.equations import NotAvailable
 from autoshard.remat.numbering import needed
 
@@ -41,12 +41,12 @@ class _BodyInterface:
 class Editor:
     """One tree, changed in place."""
 
-    tree: Tree
-    handed: dict[Body, _BodyInterface] = field(default_factory=dict)
-    changed: set[Body] = field(default_factory=set)
+    tree: BodyTree
+    handed: dict[NestedBody, _BodyInterface] = field(default_factory=dict)
+    changed: set[NestedBody] = field(default_factory=set)
     _made: dict[tuple[Hashable, tuple], ClosedJaxpr] = field(default_factory=dict)  # of which kind, of which operands
 
-    def here(self, origin: Var, body: Body) -> Var:
+    def here(self, origin: Var, body: NestedBody) -> Var:
         """The variable that a value has in a body; it is handed there if it has none.
 
         Raises:
@@ -64,17 +64,17 @@ class Editor:
         outside = self.here(origin, body.parent)
         return self._joins(body, origin, outside, self._handed(body).constants)
 
-    def _handed(self, body: Body) -> _BodyInterface:
+    def _handed(self, body: NestedBody) -> _BodyInterface:
         return self.handed.setdefault(body, _BodyInterface())
 
-    def _turn_together(self, first: Body, second: Body) -> bool:
+    def _turn_together(self, first: NestedBody, second: NestedBody) -> bool:
         """Whether two scans have their turns in common: the second reads slices of what the first stacks."""
         calls = first.call, second.call
         if any(call is None or call.primitive.name != "scan" for call in calls):
             return False
         return any(self.tree.homes.get(self.tree.origin(var), (None, None))[0] is first for var in second.inputs)
 
-    def _stack(self, origin: Var, home: Body) -> Var:
+    def _stack(self, origin: Var, home: NestedBody) -> Var:
         stacks = self._handed(home).stacks
         for outside, inside in stacks:
             if inside == origin:
@@ -86,21 +86,21 @@ class Editor:
         self._mark(home)
         return outside
 
-    def _joins(self, body: Body, origin: Var, outside: Var, pairs: list[tuple[Var, Var]]) -> Var:
+    def _joins(self, body: NestedBody, origin: Var, outside: Var, pairs: list[tuple[Var, Var]]) -> Var:
         inside = Var(aval_of(origin))
         self.tree.hand(inside, origin, body)
         pairs.append((outside, inside))
         self._mark(body)
         return inside
 
-    def _mark(self, body: Body | None) -> None:
+    def _mark(self, body: NestedBody | None) -> None:
         while body is not None:
             self.changed.add(body)
             body = body.parent
 
     def replace(
         self,
-        body: Body,
+        body: NestedBody,
         gone: Sequence[JaxprEqn],
         function: Callable[..., Sequence[Any]],
         operands: Sequence[Var],
@@ -162,14 +162,14 @@ class Editor:
         )
         return ClosedJaxpr(jaxpr, list(root.constants.values()))
 
-    def _equations(self, body: Body) -> list[JaxprEqn]:
+    def _equations(self, body: NestedBody) -> list[JaxprEqn]:
         found = []
         for eqn in body.equations:
             inner = body.inner.get(id(eqn))
             found.append(eqn if inner is None or inner not in self.changed else self._call(eqn, inner))
         return needed(found, body.results)
 
-    def _call(self, eqn: JaxprEqn, body: Body) -> JaxprEqn:
+    def _call(self, eqn: JaxprEqn, body: NestedBody) -> JaxprEqn:
         """A scan or checkpoint of a changed body."""
         handed, equations = self._handed(body), self._equations(body)
         if eqn.primitive.name == "scan":
@@ -184,7 +184,7 @@ class Editor:
         operands = [*(outside for outside, _ in handed.constants), *eqn.invars]
         return eqn.replace(params=capturing_call(eqn, called, len(handed.constants)), invars=operands)
 
-    def _scan(self, eqn: JaxprEqn, body: Body, handed: _BodyInterface, equations: list[JaxprEqn]) -> JaxprEqn:
+    def _scan(self, eqn: JaxprEqn, body: NestedBody, handed: _BodyInterface, equations: list[JaxprEqn]) -> JaxprEqn:
         if not handed:
             return eqn.replace(
                 params={**eqn.params, "jaxpr": jaxpr_of(body.constants, body.inputs, body.results, equations)}

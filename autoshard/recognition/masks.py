@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
-from autoshard.recognition.bodies import Atom, Tree
+from autoshard.recognition.bodies import Atom, BodyTree
 from autoshard.recognition.small_arrays import Roles
 
 MOST_ELEMENTS = 2**26  # of a constant that is read
@@ -45,11 +45,11 @@ class _Places:
     offset: int
 
 
-def visible(tree: Tree, masks: tuple[Mask, ...], rows: str, keys: str) -> Visible:
+def visible(tree: BodyTree, masks: tuple[Mask, ...], rows: str, keys: str) -> Visible:
     """What masks say together."""
     found = Visible()
     for var, roles, flag in masks:
-        reader = _Reader(tree, rows, keys)
+        reader = _MaskReader(tree, rows, keys)
         try:
             for low, high in reader.seen(var, roles, flag):
                 if low is not None:
@@ -73,8 +73,8 @@ def _least(one: int | None, other: int | None) -> int | None:
 
 
 @dataclass
-class _Reader:
-    tree: Tree
+class _MaskReader:
+    tree: BodyTree
     rows: str
     keys: str
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
-from autoshard.recognition.bodies import Atom, Tree
+from autoshard.recognition.bodies import Atom, BodyTree
 from autoshard.recognition.small_arrays import (
     ELEMENTWISE,
     EVALUATED,
@@ -32,7 +32,7 @@ class Probe:
     that does follow from them meets it, which tells the roles of its dims.
     """
 
-    tree: Tree
+    tree: BodyTree
     true: dict[str, int]  # role -> elements in the program
     seed: int = 0
     flags: Mapping[Var, bool | None] = field(default_factory=dict)  # mask -> what it says everywhere; else at random

@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
-from autoshard.recognition.bodies import Body, Tree
-from autoshard.recognition.likeness import Likeness, said_in
-from autoshard.recognition.matching import Weights, aligned, is_ordinary, same
+from autoshard.recognition.attention_weights import Weights, aligned, is_ordinary, same
+from autoshard.recognition.bodies import BodyTree, NestedBody
 from autoshard.recognition.probe import Probe
 from autoshard.recognition.small_arrays import Roles, UnknownEquation, evaluated
+from autoshard.recognition.structural_equality import ValueStructure, parameters_and_types
 
 VALUE = "v0"  # the role of the elements of one value
 
@@ -22,7 +22,7 @@ VALUE = "v0"  # the role of the elements of one value
 class Output:
     """The product of weights and values."""
 
-    body: Body
+    body: NestedBody
     product: JaxprEqn
     value: Var  # by origin
     value_roles: Roles
@@ -42,7 +42,7 @@ class Gradient:
 class Backward:
     """The backward pass of attention: from the output's cotangent to gradients."""
 
-    body: Body
+    body: NestedBody
     cotangent: Var
     cotangent_roles: Roles
     value: Var  # by origin
@@ -61,8 +61,8 @@ class _WeightProduct:
 
 
 def _reads(
-    weights: Weights, readers: Iterable[tuple[Body, JaxprEqn]], origin: Var, roles: Roles, free_role: str
-) -> Iterator[tuple[Body, JaxprEqn, _WeightProduct]]:
+    weights: Weights, readers: Iterable[tuple[NestedBody, JaxprEqn]], origin: Var, roles: Roles, free_role: str
+) -> Iterator[tuple[NestedBody, JaxprEqn, _WeightProduct]]:
     """The products of a value, which has these roles, among what reads it."""
     for body, eqn in readers:
         if eqn.primitive.name != "dot_general" or not is_ordinary(eqn):
@@ -99,7 +99,7 @@ def outputs(weights: Weights) -> Iterator[Output]:
             yield Output(body, eqn, weights.tree.origin(read.other), read.other_roles, roles)
 
 
-def _reads_of_weights(weights: Weights) -> Iterator[tuple[Body, JaxprEqn, _WeightProduct]]:
+def _reads_of_weights(weights: Weights) -> Iterator[tuple[NestedBody, JaxprEqn, _WeightProduct]]:
     readers = weights.tree.readers(weights.made)
     return _reads(weights, readers, weights.made, weights.roles, VALUE)
 
@@ -114,7 +114,7 @@ def _roles(weights: Weights, product: JaxprEqn, read: _WeightProduct) -> Roles:
         return evaluated(product, [probe.value(atom) for atom in product.invars], weights.true).roles
 
     side = product.invars.index(read.other)
-    return weights.proofs.once(("roles", weights.kind, said_in(product), side, read.other_roles), shown)
+    return weights.proofs.once(("roles", weights.kind, parameters_and_types(product), side, read.other_roles), shown)
 
 
 def backwards(weights: Weights) -> Iterator[Backward]:
@@ -127,27 +127,27 @@ def backwards(weights: Weights) -> Iterator[Backward]:
                 yield found
 
 
-def _backward(weights: Weights, body: Body, of_value: JaxprEqn, read: _WeightProduct) -> Backward | None:
+def _backward(weights: Weights, body: NestedBody, of_value: JaxprEqn, read: _WeightProduct) -> Backward | None:
     """The backward pass around a product of weights and a cotangent, which is the gradient of the values."""
     tree = weights.tree
     cotangent = tree.origin(read.other)
     for _, eqn, met in _reads(weights, _readers_in(body, tree, cotangent), cotangent, read.other_roles, weights.keys):
         if met.gone != ((VALUE,),) or _flat(met.both) != set(weights.batch) or eqn is of_value:
             continue
-        told = _CotangentProduct(weights, cotangent, read.other_roles, tree.origin(met.other), met.other_roles, eqn)
+        passes = _CotangentProduct(weights, cotangent, read.other_roles, tree.origin(met.other), met.other_roles, eqn)
         found = {2: Gradient(of_value, _roles(weights, of_value, read), 1.0)}
         for operand, other in ((0, weights.key), (1, weights.query)):
             for _, product in _readers_in(body, tree, other):
-                gradient = _gradient(told, operand, other, product)
+                gradient = _gradient(passes, operand, other, product)
                 if gradient is not None:
                     found[operand] = gradient
                     break
         if len(found) > 1:
-            return Backward(body, read.other, read.other_roles, told.value, met.other_roles, found)
+            return Backward(body, read.other, read.other_roles, passes.value, met.other_roles, found)
     return None
 
 
-def _readers_in(body: Body, tree: Tree, origin: Var) -> list[tuple[Body, JaxprEqn]]:
+def _readers_in(body: NestedBody, tree: BodyTree, origin: Var) -> list[tuple[NestedBody, JaxprEqn]]:
     return [(home, eqn) for home, eqn in tree.readers(origin) if home is body]
 
 
@@ -171,7 +171,7 @@ class _CotangentProduct:
     def kind(self) -> Hashable:
         origins = [self.weights.tree.origin(atom) for atom in self.product.invars]
         side = origins.index(self.value)
-        return self.weights.kind, self.of_cotangent, self.of_value, said_in(self.product), side
+        return self.weights.kind, self.of_cotangent, self.of_value, parameters_and_types(self.product), side
 
     @cached_property
     def probes(self) -> list[Probe]:
@@ -190,25 +190,25 @@ class _CotangentProduct:
         return probe
 
 
-def _gradient(told: _CotangentProduct, operand: int, other: Var, product: JaxprEqn) -> Gradient | None:
+def _gradient(passes: _CotangentProduct, operand: int, other: Var, product: JaxprEqn) -> Gradient | None:
     """A product of logits' gradients with keys or queries; None if it is none."""
-    tree = told.weights.tree
+    tree = passes.weights.tree
     if product.primitive.name != "dot_general" or len(product.invars) != 2:
         return None
     variables = [atom for atom in product.invars if isinstance(atom, Var)]
     rest = [atom for atom in variables if tree.origin(atom) != other]
     if len(variables) != 2 or len(rest) != 1:
         return None
-    like = Likeness.of(tree, told.ends, variables, told.kind, operand, said_in(product))
-    shown = told.weights.proofs.once(like.said, lambda: _roles_and_factor(told, operand, rest[0], product))
+    like = ValueStructure.of(tree, passes.ends, variables, passes.kind, operand, parameters_and_types(product))
+    shown = passes.weights.proofs.once(like.structure, lambda: _roles_and_factor(passes, operand, rest[0], product))
     return None if shown is None else Gradient(product, *shown)
 
 
 def _roles_and_factor(
-    told: _CotangentProduct, operand: int, other: Var, product: JaxprEqn
+    passes: _CotangentProduct, operand: int, other: Var, product: JaxprEqn
 ) -> tuple[Roles, float] | None:
     """Of a gradient of queries or keys, from its operand that is no key or query; None if it is none."""
-    weights, probes = told.weights, told.probes
+    weights, probes = passes.weights, passes.probes
     if not probes[0].follows(other):
         return None
     factors = list[float]()
@@ -219,7 +219,7 @@ def _roles_and_factor(
             if not {weights.rows, weights.keys} <= _flat(of_logits.roles):
                 return None
             made = evaluated(product, [probe.value(atom) for atom in product.invars], weights.true)
-            expected, order = _expected(weights, operand, probe, told.value, told.cotangent)
+            expected, order = _expected(weights, operand, probe, passes.value, passes.cotangent)
             found, roles = aligned(made, order), made.roles
         except UnknownEquation:
             return None

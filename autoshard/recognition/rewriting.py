@@ -13,22 +13,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autoshard.batching.boundary import made_or_none
+from autoshard.batching.boundary import result_or_none
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Var, aval_of, inner_jaxprs
 from autoshard.operations import Operation
 from autoshard.ops.attending.attention import attention_operation
-from autoshard.ops.attending.operands import Variant
+from autoshard.ops.attending.operands import AttentionVariant
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
-from autoshard.recognition.arranging import Groups, arranged, combined, put_back
-from autoshard.recognition.bodies import Body, Tree, values_needed
+from autoshard.recognition.attention_weights import Weights, all_weights
+from autoshard.recognition.bodies import BodyTree, NestedBody, values_needed
+from autoshard.recognition.dim_order import Groups, arranged, combined, put_back
 from autoshard.recognition.editing import Editor
 from autoshard.recognition.equations import NotAvailable
 from autoshard.recognition.experts import with_experts
-from autoshard.recognition.likeness import type_of
-from autoshard.recognition.matching import Weights, all_weights
 from autoshard.recognition.products import VALUE, Backward, Output, backwards, outputs
 from autoshard.recognition.small_arrays import UnknownEquation
+from autoshard.recognition.structural_equality import type_of
 
 MEMORY_SHARE = 1 / 8  # of all devices' memory that the logits of one attention take, in float32
 _DEPARTURE = "attention or experts in the step were recognised, and are operations of autoshard"
@@ -54,8 +54,8 @@ def with_operations(traced: TracedStep, devices: int, memory: float) -> TracedSt
 
 def _with_both(closed: ClosedJaxpr, devices: int, least: float) -> ClosedJaxpr:
     """The jaxpr itself if there is nothing in it."""
-    closed = made_or_none("recognition of attention", lambda: recognized(closed, least)) or closed
-    return made_or_none("recognition of experts", lambda: with_experts(closed, devices)) or closed
+    closed = result_or_none("recognition of attention", lambda: recognized(closed, least)) or closed
+    return result_or_none("recognition of experts", lambda: with_experts(closed, devices)) or closed
 
 
 def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:
@@ -68,7 +68,7 @@ def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:
         return None
     left = set[int]()
     while True:
-        tree = Tree.of(closed)
+        tree = BodyTree.of(closed)
         found = list(all_weights(tree))
         chosen = [(i, one) for i, one in enumerate(found) if i not in left]
         if max((math.prod(one.true[role] for role in one.order) for _, one in chosen), default=0) < least:
@@ -95,7 +95,7 @@ def _has_large_product(jaxpr: Jaxpr, least: float) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _AttentionCall:
     """One attention in the words of `attention_operation`."""
 
     weights: Weights
@@ -152,7 +152,7 @@ class _Call:
             window = (rows if seen.back is None else seen.back, ahead)
         biases = [roles for _, roles, _ in self.weights.biases]
         masks = [roles for _, roles, _ in seen.rest]
-        variant = Variant(
+        variant = AttentionVariant(
             bias=self.wide(biases), mask=self.wide(masks), is_causal=is_causal, window=window, scale=self.weights.scale
         )
         return attention_operation(variant, self.lengths)
@@ -185,11 +185,13 @@ class _Call:
         return [query, key, value, *(x for x in together if x is not None), *places]
 
 
-_Made = dict[tuple[Body, Var], tuple[Var, Var]]  # where a forward pass runs, of which values -> output and statistics
+_Made = dict[
+    tuple[NestedBody, Var], tuple[Var, Var]
+]  # where a forward pass runs, of which values -> output and statistics
 
 
 def _rewrite(editor: Editor, weights: Weights) -> None:
-    call = _Call(weights)
+    call = _AttentionCall(weights)
     made: _Made = {}
     for one in list(outputs(weights)):
         made[one.body, one.value] = _forward(editor, call, one)
@@ -202,7 +204,7 @@ def _size(var: Var, roles: Any) -> int:
     return next((size for size, dim in zip(aval_of(var).shape, roles, strict=True) if dim == (VALUE,)), 1)
 
 
-def _forward(editor: Editor, call: _Call, out: Output) -> tuple[Var, Var]:
+def _forward(editor: Editor, call: _AttentionCall, out: Output) -> tuple[Var, Var]:
     """The forward pass in the place of its last product; its output and statistics."""
     w, body = call.weights, out.body
     operands = [editor.here(var, body) for var in (w.query, w.key, out.value, *call.others)]
@@ -220,7 +222,7 @@ def _forward(editor: Editor, call: _Call, out: Output) -> tuple[Var, Var]:
     return found[1], found[2]
 
 
-def _backward(editor: Editor, call: _Call, back: Backward, made: _Made) -> None:
+def _backward(editor: Editor, call: _AttentionCall, back: Backward, made: _Made) -> None:
     w, body = call.weights, back.body
     dtype = aval_of(back.cotangent).dtype
     sizes = call.sizes(_size(back.cotangent, back.cotangent_roles))

@@ -162,10 +162,10 @@ def common(operands: Sequence[SmallArray]) -> Roles:
         return ()
     found = []
     for dims in zip(*ranks, strict=True):
-        said = {dim for dim in dims if dim}
-        if len(said) > 1:
+        names = {dim for dim in dims if dim}
+        if len(names) > 1:
             raise UnknownEquation("dims of different roles meet")
-        found.append(said.pop() if said else ())
+        found.append(names.pop() if names else ())
     return tuple(found)
 
 

@@ -31,7 +31,7 @@ from autoshard.jaxprs import (
     is_transposed,
     on_host,
 )
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.primitives import facts_of
 from autoshard.remat.costs import is_movable
 from autoshard.remat.numbering import variables

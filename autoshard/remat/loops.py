@@ -21,7 +21,7 @@ from autoshard.mesh.topology import Topology
 from autoshard.program.user_code import source_of
 from autoshard.remat.costs import Seconds, moving_seconds
 from autoshard.remat.cuts import Cut, ForwardPass
-from autoshard.remat.numbering import Atom, Loop, needed, variables
+from autoshard.remat.numbering import Atom, NumberedLoop, needed, variables
 from autoshard.remat.residuals import Residuals
 
 
@@ -29,8 +29,8 @@ from autoshard.remat.residuals import Residuals
 class LoopPair(Residuals):
     """A forward scan, and the backward scan that reads what it stacks."""
 
-    first: Loop
-    second: Loop
+    first: NumberedLoop
+    second: NumberedLoop
     early: frozenset[Var]  # values outside that are there before the first loop
     others: frozenset[Var]  # values outside that are read by more than the second loop's slices
     seconds: Seconds
@@ -187,7 +187,7 @@ class LoopPair(Residuals):
         return {var: Var(var.aval) for var in self.values}
 
 
-def _stacks_of(loop: Loop) -> Iterable[tuple[Var, Var]]:
+def _stacks_of(loop: NumberedLoop) -> Iterable[tuple[Var, Var]]:
     """The slices that a loop reads, with their stacks."""
     for var, stack in zip(loop.slices, loop.sliced, strict=True):
         if isinstance(var, Var) and isinstance(stack, Var):
@@ -195,7 +195,7 @@ def _stacks_of(loop: Loop) -> Iterable[tuple[Var, Var]]:
 
 
 def _scan(
-    loop: Loop,
+    loop: NumberedLoop,
     env: Mapping[Var, Any],
     equations: Sequence[JaxprEqn],
     ends: Sequence[Atom],

@@ -26,7 +26,7 @@ from autoshard.jaxprs import (
     is_kernel,
     scan_counts,
 )
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 
 Atom = Var | Literal
 
@@ -36,7 +36,7 @@ _NEVER_SAME = frozenset({"cond", "optimization_barrier", "rng_uniform", *LOOPS})
 
 
 @dataclass(frozen=True)
-class Body:
+class NumberedBody:
     """A jaxpr whose plain calls are opened, in the variables of a `Numbering`."""
 
     equations: tuple[JaxprEqn, ...]  # no two of them compute the same
@@ -45,13 +45,13 @@ class Body:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class NumberedLoop:
     """A scan in the variables of a `Numbering`; those of its body stand for the value of one turn."""
 
     eqn: JaxprEqn
     consts: int
     carries: int
-    body: Body
+    body: NumberedBody
 
     @property
     def length(self) -> int:
@@ -90,9 +90,9 @@ class Numbering:
     stacked: dict[tuple[int, Var], Atom] = field(default_factory=dict)  # (turns, stack) -> what lies at a turn's place
     constants: dict[Var, Any] = field(default_factory=dict)  # of the jaxprs
     constant_of: dict[int, Var] = field(default_factory=dict)  # id of a constant -> its variable
-    loops: dict[Var, Loop] = field(default_factory=dict)  # first result of a scan -> the scan
+    loops: dict[Var, NumberedLoop] = field(default_factory=dict)  # first result of a scan -> the scan
 
-    def body(self, closed: ClosedJaxpr, inputs: Sequence[Atom]) -> Body:
+    def body(self, closed: ClosedJaxpr, inputs: Sequence[Atom]) -> NumberedBody:
         """A jaxpr on these inputs.
 
         Marks of `jax.checkpoint` in a backward pass are opened, unless there are loops inside: what a loop computes
@@ -118,7 +118,7 @@ class Numbering:
                 here.add(what)
             names.update(zip(eqn.outvars, results, strict=True))
         ends = tuple(atom if isinstance(atom, Literal) else names[atom] for atom in plain.jaxpr.outvars)
-        return Body(tuple(equations), tuple(inputs), ends)
+        return NumberedBody(tuple(equations), tuple(inputs), ends)
 
     def loop(self, eqn: JaxprEqn) -> None:
         """Numbers the body of a scan, and remembers what it stacks."""
@@ -132,7 +132,7 @@ class Numbering:
                 if isinstance(stack, Var):
                     self.stacked[turns, stack] = slice_
             inputs.append(slice_)
-        loop = Loop(eqn, consts, carries, self.body(closed, inputs))
+        loop = NumberedLoop(eqn, consts, carries, self.body(closed, inputs))
         self.loops[eqn.outvars[0]] = loop
         for stack, inside in zip(loop.stacks, loop.stacked_inside, strict=True):
             self.stacked[turns, stack] = inside

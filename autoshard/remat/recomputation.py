@@ -22,13 +22,16 @@ from autoshard.remat.scope import SIZES, Block, Scope
 from autoshard.report.units import bytes_text
 
 LEAST_STEP = 0.04  # of the bytes between the first and the last level: two levels are at least so far apart
-EXPOSED = (0.1, 1.0)  # shares of transfers to hosts that choices are made by, as they run beside enough compute or not
+EXPOSED_TRANSFER_SHARES = (
+    0.1,
+    1.0,
+)  # shares of transfers to hosts that choices are made by, as they run beside enough compute or not
 _NAMED_VALUES = 6  # kept values that a remark names
 PASSES = 2  # over memory that a kept value takes: it is written, and read; what is computed again in less is not kept
 
 
 @dataclass(frozen=True)
-class Level:
+class RematLevel:
     """What is kept and what is computed again in all blocks of a step."""
 
     cuts: tuple[Cut, ...]  # one per block
@@ -74,12 +77,12 @@ class Recomputation:
         return ""
 
     @property
-    def levels(self) -> tuple[Level, ...]:
+    def levels(self) -> tuple[RematLevel, ...]:
         """Those on devices, and behind them those that keep values on hosts."""
         return (*self.levels_on_devices, *self.levels_on_hosts)
 
     @cached_property
-    def levels_on_devices(self) -> tuple[Level, ...]:
+    def levels_on_devices(self) -> tuple[RematLevel, ...]:
         """The one that holds the most first; none if nothing is kept for a backward pass.
 
         What takes less time to compute again than to write and to read is never kept.
@@ -89,23 +92,23 @@ class Recomputation:
         return _apart(_best(level for size in SIZES for level in self.levels_of(size)))
 
     @cached_property
-    def levels_on_hosts(self) -> tuple[Level, ...]:
+    def levels_on_hosts(self) -> tuple[RematLevel, ...]:
         """The levels that move values to the hosts' memory and back, the one that holds the most first.
 
         None where no value can be moved. None holds as much as a level on devices that waits no longer.
         """
         if not self.levels_on_devices or self.topology.host_bandwidth is None:
             return ()
-        found = [level for size in SIZES for share in EXPOSED for level in self.levels_of(size, share)]
+        found = [level for size in SIZES for share in EXPOSED_TRANSFER_SHARES for level in self.levels_of(size, share)]
         ordered = _best([*self.levels_on_devices, *found])
         least = LEAST_STEP * (ordered[0].held - ordered[-1].held)
-        apart = list[Level]()  # the leanest first
+        apart = list[RematLevel]()  # the leanest first
         for level in reversed(ordered):
             if level.moved and (not apart or level.held - apart[-1].held >= least):
                 apart.append(level)
         return tuple(reversed(apart))
 
-    def levels_of(self, size: int, exposed: float | None = None) -> list[Level]:
+    def levels_of(self, size: int, exposed: float | None = None) -> list[RematLevel]:
         """The levels for blocks of one size.
 
         Args:
@@ -150,7 +153,7 @@ class Recomputation:
         beside = math.fsum(seconds for seconds in run if math.isfinite(seconds))
         return again + max(0.0, one_way - beside) + max(0.0, one_way - 2 * beside - again)
 
-    def level(self, size: int, chains: Sequence[Sequence[Cut]], at: Sequence[int]) -> Level:
+    def level(self, size: int, chains: Sequence[Sequence[Cut]], at: Sequence[int]) -> RematLevel:
         chosen = tuple(cuts[i] for cuts, i in zip(chains, at, strict=True))
         pairs = zip(self.blocks[size], chosen, strict=True)
         seconds = math.fsum(count * self.seconds_of(block, cut) for (block, count), cut in pairs)
@@ -158,17 +161,17 @@ class Recomputation:
         blocks = [block for block, _ in self.blocks[size]]
         again = max(block.bytes_again(cut) for block, cut in zip(blocks, chosen, strict=True))
         moved = math.fsum(block.moved_bytes(cut) for block, cut in zip(blocks, chosen, strict=True))
-        return Level(chosen, size, kept, seconds, kept + again, moved)
+        return RematLevel(chosen, size, kept, seconds, kept + again, moved)
 
-    def cut_of(self, level: Level) -> dict[Block, Cut]:
+    def cut_of(self, level: RematLevel) -> dict[Block, Cut]:
         """Block -> what of it is kept."""
         return {block: cut for (block, _), cut in zip(self.blocks[level.size], level.cuts, strict=True)}
 
-    def held_bytes(self, level: Level) -> float:
+    def held_bytes(self, level: RematLevel) -> float:
         """Bytes of whole arrays that some point of the step holds of what is kept."""
         return self.scope.held_bytes({block: cut.bytes for block, cut in self.cut_of(level).items()})
 
-    def remark(self, level: Level) -> str:
+    def remark(self, level: RematLevel) -> str:
         """What a level does, in words."""
         values = defaultdict[str, float](float)
         for block, cut in self.cut_of(level).items():
@@ -187,7 +190,7 @@ class Recomputation:
             f"again, which is {level.seconds:.3g} s of work for one device."
         )
 
-    def rewritten(self, level: Level) -> ClosedJaxpr:
+    def rewritten(self, level: RematLevel) -> ClosedJaxpr:
         """The step, with what this level keeps."""
         return self.scope.rewritten(self.cut_of(level))
 
@@ -203,16 +206,16 @@ def slopes(cuts: Sequence[Cut], turns: int) -> list[float]:
     return list(itertools.accumulate(steps, max, initial=0.0))[1:]
 
 
-def _best(levels: Iterable[Level]) -> list[Level]:
+def _best(levels: Iterable[RematLevel]) -> list[RematLevel]:
     """The levels than which none takes as few seconds and holds less."""
-    best = list[Level]()
+    best = list[RematLevel]()
     for level in sorted(levels, key=lambda level: (level.seconds, level.held)):
         if not best or level.held < best[-1].held:
             best.append(level)
     return best
 
 
-def _apart(levels: Sequence[Level]) -> tuple[Level, ...]:
+def _apart(levels: Sequence[RematLevel]) -> tuple[RematLevel, ...]:
     """The levels less those that differ too little from others to be worth a search of their own."""
     if not levels:
         return ()

@@ -14,8 +14,8 @@ from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, evalu
 from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut
 from autoshard.remat.loops import LoopPair
-from autoshard.remat.numbering import Atom, Body, Numbering, needed, variables
-from autoshard.remat.straight import StraightBlock, StraightPasses
+from autoshard.remat.numbering import Atom, NumberedBody, Numbering, needed, variables
+from autoshard.remat.straight_line import StraightBlock, StraightPasses
 
 Block = LoopPair | StraightBlock
 
@@ -41,11 +41,11 @@ class Scope:
         return Numbering()
 
     @cached_property
-    def _numbered(self) -> Body:
+    def _numbered(self) -> NumberedBody:
         return self.numbering.body(self.closed, [Var(var.aval) for var in self.closed.jaxpr.invars])
 
     @cached_property
-    def body(self) -> Body:
+    def body(self) -> NumberedBody:
         """Its equations, with no results but those of the step."""
         found = self._numbered
         return replace(found, results=found.results[: len(found.results) - self.watched])

@@ -18,13 +18,13 @@ from autoshard.errors import SolverError
 from autoshard.jaxprs import CONSTRAINTS
 from autoshard.layout import Layout, MeshShape, shards, spec_text, without_idle_axes
 from autoshard.model.formulation import Formulation
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.search_policy import goal_of, solve_for_plan
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.plan import PlanData
 from autoshard.program import Program, Value
-from autoshard.replanning.near_choices import REACHES, agreeing, enough_gap, is_small, near
+from autoshard.replanning.near_choices import EDGE_DISTANCES, agreeing, enough_gap, is_small, near
 from autoshard.report.explanation import PricedLayout
 from autoshard.report.units import bytes_text, change_text, seconds_text
 from autoshard.solver import solve
@@ -32,10 +32,10 @@ from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.verify import OPTIMAL_GAP, fits
 
-_WHOLE = 5.0  # s, for the whole step, memory left aside
+_WHOLE_STEP_SECONDS = 5.0  # s, for the whole step, memory left aside
 OTHER_LAYOUTS = 4  # that an explanation shows beside the one that was chosen
-_READERS = 4  # reasons that name readers, at most
-_QUICK = 1.0  # s, for one layout near the plan, memory left aside
+_MOST_NAMED_READERS = 4  # reasons that name readers, at most
+_NEAR_PLAN_SECONDS = 1.0  # s, for one layout near the plan, memory left aside
 
 Cheapest = Callable[[Formulation, float], Solution]  # within the memory limit, and so many seconds
 
@@ -135,7 +135,7 @@ class ArgumentQuestion:
 
     def attempts(self, home: Layout, time_limit: float) -> Iterator[Solution]:
         """Solutions within the memory limit, of ever more nodes that may choose anew. Only the last proves a bound."""
-        allowed, seconds = self.options_of(home), time_limit / (1 + len(REACHES))
+        allowed, seconds = self.options_of(home), time_limit / (1 + len(EDGE_DISTANCES))
 
         def within(problem: Problem) -> Solution | None:
             try:
@@ -160,8 +160,8 @@ class ArgumentQuestion:
     def solved_freely(self, problem: Problem) -> Solution:
         """The cheapest solution of a problem without its memory limit."""
         free = replace(self.formulation, problem=replace(problem, limit=None, checked=True))
-        found = _unlimited(free.problem, Budget.of(_WHOLE))
-        limited = with_limited_overlap(free, found, _unlimited, Budget.of(_WHOLE))
+        found = _unlimited(free.problem, Budget.of(_WHOLE_STEP_SECONDS))
+        limited = with_limited_overlap(free, found, _unlimited, Budget.of(_WHOLE_STEP_SECONDS))
         return at_its_price(limited, prediction_of(free, limited.choice))
 
     # Reasons.
@@ -204,13 +204,13 @@ class ArgumentQuestion:
 
     def of_readers(self) -> Iterator[str]:
         """How those who read it want it, and what that takes."""
-        said: dict[str, None] = {}
+        reasons: dict[str, None] = {}
         for reader in self.formulation.readers[self.value.id]:
             if reader.group is not None:
-                said[self.of_reader(reader)] = None
-        yield from itertools.islice(said, _READERS)
+                reasons[self.of_reader(reader)] = None
+        yield from itertools.islice(reasons, _MOST_NAMED_READERS)
 
-    def of_reader(self, reader: Reader) -> str:
+    def of_reader(self, reader: ValueReader) -> str:
         group, prices = reader.group, self.formulation.prices
         assert group is not None, "the caller looks"
         want = reader.wants[self.choice[reader.node]]
@@ -274,7 +274,7 @@ def point_text(program: Program, point: int) -> str:
 def _quick(problem: Problem) -> Solution:
     """The cheapest solution, whatever it holds."""
     goal = replace(goal_of(problem), prefers_lean=False)
-    return solve(replace(problem, limit=None, lives=(), checked=True), time_limit=_QUICK, goal=goal)
+    return solve(replace(problem, limit=None, lives=(), checked=True), time_limit=_NEAR_PLAN_SECONDS, goal=goal)
 
 
 def _unlimited(problem: Problem, budget: Budget) -> Solution:

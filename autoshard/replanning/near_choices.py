@@ -18,7 +18,7 @@ Options = Mapping[int, list[int]]  # node -> options
 
 # How far from the nodes that have to change others may change with them, in edges. An update of a parameter reads its
 # gradient and its moments; the products that make the gradient are three edges away.
-REACHES = (3, 8)
+EDGE_DISTANCES = (3, 8)
 _FEW_OPTIONS = 4000  # options: such a problem is solved as far as it goes
 
 
@@ -54,7 +54,7 @@ def near(formulation: Formulation, before: Options, allowed: Options, solve: Sol
     """
     problem = formulation.problem.restrict(allowed)
     away = _distances(problem, allowed)
-    for reach in REACHES:
+    for reach in EDGE_DISTANCES:
         held = {node: options for node, options in before.items() if away.get(node, reach + 1) > reach and options}
         found = solve(problem.restrict(held))
         if found is not None:

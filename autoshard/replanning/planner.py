@@ -1,4 +1,4 @@
-"""`Planner`, which a plan keeps: by it the plan is explained, and planned again under another wish."""
+"""`Replanner`, which a plan keeps: by it the plan is explained, and planned again under another wish."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _OF_MACHINES = (
 
 
 @dataclass(frozen=True, eq=False)
-class Planner:
+class Replanner:
     """What a plan was made of."""
 
     program: Program
@@ -58,7 +58,7 @@ class Planner:
     is_given: bool = False  # whether the user wrote the plan, or how all arguments lie, so that nothing is proven of it
 
     @classmethod
-    def of(cls, program: Program, options: Options, jit_keywords: Mapping[str, Any], *, is_given: bool) -> Planner:
+    def of(cls, program: Program, options: Options, jit_keywords: Mapping[str, Any], *, is_given: bool) -> Replanner:
         """That of a plan under these options."""
         wished = wished_layouts(program, dict(options.mesh.shape))
         kept = {i: layout for i, layout in wished.items() if i not in program.ordered_arguments}
@@ -93,34 +93,34 @@ class Planner:
             argument=(*plan.arguments, *plan.captured)[argument],
             chosen=question.chosen,
             others=others,
-            reasons=(*self.said_of(argument, value.name), *question.reasons(others)),
+            reasons=(*self.reasons_of_user(argument, value.name), *question.reasons(others)),
             axes=tuple(plan.mesh.shape),
             count=len(found),
         )
 
-    def said_of(self, argument: int, name: str) -> list[str]:
+    def reasons_of_user(self, argument: int, name: str) -> list[str]:
         """What the user says of where an argument lies."""
-        said = []
+        reasons = []
         if argument in self.patterns:
-            said.append(f"The user says so: fixed[{self.patterns[argument]!r}]. The other layouts are without it.")
+            reasons.append(f"The user says so: fixed[{self.patterns[argument]!r}]. The other layouts are without it.")
         elif argument in self.program.wishes and argument in self.fixed:
-            said.append("The metadata of flax says so; ignore_constraints=True frees it. The others are without it.")
+            reasons.append("The metadata of flax says so; ignore_constraints=True frees it. The others are without it.")
         elif argument in self.fixed and self.options.like is not None:
-            said.append(
+            reasons.append(
                 f"like= says so: it lies as in the plan of {self.options.like.name}. The others are without it."
             )
         elif argument in self.fixed:
-            said.append("The user says so: in_shardings. The other layouts are without it.")
+            reasons.append("The user says so: in_shardings. The other layouts are without it.")
         if self.options.tactics:
             named = ", ".join(map(text_of_tactic, self.options.tactics))
-            said.append(f"The plan is within tactics: {named}. So are the other layouts.")
-        said += [one.remark for one in self.program.rewritten if argument in one.arguments]
+            reasons.append(f"The plan is within tactics: {named}. So are the other layouts.")
+        reasons += [one.remark for one in self.program.rewritten if argument in one.arguments]
         if argument in self.program.ordered_arguments:
-            said.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
+            reasons.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
         if argument in self.program.carried:
             result = self.program.result_names[self.program.carried[argument]]
-            said.append(f"It is carried: {result or 'the result that takes its place'} lies alike in every step.")
-        return said
+            reasons.append(f"It is carried: {result or 'the result that takes its place'} lies alike in every step.")
+        return reasons
 
     def arguments_at(self, path: str) -> list[int]:
         """The arguments that a path, the end of one, or a glob fits; those with the fewest keys first.
@@ -167,7 +167,7 @@ class Planner:
         )
         return replace(other, is_given=False).bound(lowered(other.program, asked, other.jit_keywords))
 
-    def under(self, wish: Mapping[str, Any]) -> Planner:
+    def under(self, wish: Mapping[str, Any]) -> Replanner:
         """The same with a wish on top of what was asked for before.
 
         Raises:
@@ -224,7 +224,7 @@ class Planner:
         """The cheapest solution, sought among all choices."""
         return solved(self.program, formulation, self.options)
 
-    def from_last(self, formulation: Formulation, plan: Plan, last: Planner) -> Solution:
+    def from_last(self, formulation: Formulation, plan: Plan, last: Replanner) -> Solution:
         """The cheapest solution found, beginning with the plan's own choice.
 
         Under a wish that only takes choices away nothing is faster than what was proven of the plan. So a solution near
@@ -289,8 +289,8 @@ def _check_axes(program: Program, fixed: Mapping[int, Layout], mesh: MeshShape) 
 
 def text_of_wish(wish: Mapping[str, Any]) -> str:
     """A wish as it is written."""
-    said = {name: one for name, one in wish.items() if one is not None}
-    return ", ".join(f"{name}={_option_text(one)}" for name, one in said.items()) or "the same again"
+    asked = {name: one for name, one in wish.items() if one is not None}
+    return ", ".join(f"{name}={_option_text(one)}" for name, one in asked.items()) or "the same again"
 
 
 def _option_text(option: Any) -> str:

@@ -15,10 +15,21 @@ from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.report.folding import COLLECTIVE_ROWS, folded
 from autoshard.report.html.page import sections_html
-from autoshard.report.section import ArrayCount, Bytes, Change, Column, Names, Phrase, Row, Seconds, Section, Spec
+from autoshard.report.section import (
+    ArrayCount,
+    Bytes,
+    Column,
+    NameList,
+    Phrase,
+    RelativeChange,
+    Row,
+    Seconds,
+    Section,
+    Spec,
+)
 from autoshard.report.text import text_of
 
-_NONE = "(none)"  # of what one plan has and the other has not
+_NOT_IN_PLAN = "(none)"  # of what one plan has and the other has not
 
 # What one plan or prediction runs: kind, mesh axes, line -> [bytes, runs]
 _Tally = Mapping[tuple[str, tuple[str, ...], str], Sequence[int]]
@@ -96,7 +107,7 @@ class Difference:
             results=_moved(_own_results(plan), _own_results(other)),
             collectives=collective_changes(plan.predicted, other.predicted),
             choices={
-                what: (plan.choices.get(what, _NONE), other.choices.get(what, _NONE))
+                what: (plan.choices.get(what, _NOT_IN_PLAN), other.choices.get(what, _NOT_IN_PLAN))
                 for what in {**plan.choices, **other.choices}
                 if plan.choices.get(what) != other.choices.get(what)
             },
@@ -143,8 +154,8 @@ def wish_section(wish: str, now: Prediction, before: Prediction) -> Section:
     """What a wish costs, beside the plan that was asked."""
     seconds, peaks = (now.step_seconds, before.step_seconds), (now.peak_bytes, before.peak_bytes)
     rows: tuple[Row, ...] = (
-        ("per step", *map(Seconds, seconds), Change(*seconds)),
-        ("peak per device", *map(Bytes, peaks), Change(*peaks)),
+        ("per step", *map(Seconds, seconds), RelativeChange(*seconds)),
+        ("peak per device", *map(Bytes, peaks), RelativeChange(*peaks)),
     )
     columns = tuple(Column(heading, is_number=True) for heading in ("with the wish", "without", ""))
     lines: tuple[Phrase, ...] = (("What differs most: ", *largest_difference(now, before)),)
@@ -174,8 +185,8 @@ def _figures(difference: Difference) -> Section:
         mine, others = (", ".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in difference.meshes)
         lines.append(("This plan is for the mesh (", mine, "), the other for (", others, ")."))
     rows: tuple[Row, ...] = (
-        ("per step", Seconds(here), Seconds(there), Change(here, there)),
-        ("peak per device", Bytes(peak), Bytes(other_peak), Change(peak, other_peak)),
+        ("per step", Seconds(here), Seconds(there), RelativeChange(here, there)),
+        ("peak per device", Bytes(peak), Bytes(other_peak), RelativeChange(peak, other_peak)),
     )
     columns = tuple(Column(heading, is_number=True) for heading in ("this plan", "the other", ""))
     return Section((difference.name,), columns, rows, tuple(lines))
@@ -188,7 +199,7 @@ def _chosen(choices: Mapping[str, tuple[str, str]]) -> Section:
 
 def _changed(title: str, changes: Sequence[LayoutChange]) -> Section:
     def spec(layout: Layout | None) -> Spec | str:
-        return _NONE if layout is None else Spec(layout)
+        return _NOT_IN_PLAN if layout is None else Spec(layout)
 
     rows = tuple((one.name, ArrayCount(one.count), one.type, spec(one.here), spec(one.there)) for one in changes)
     columns = Column(""), Column("whole array"), Column("this plan"), Column("the other")
@@ -197,7 +208,8 @@ def _changed(title: str, changes: Sequence[LayoutChange]) -> Section:
 
 def _changed_collectives(changes: Sequence[CollectiveChange]) -> Section:
     rows: list[Row] = [
-        (one.kind, Names(one.axes), *one.count, *map(Bytes, one.bytes), one.source) for one in changes[:COLLECTIVE_ROWS]
+        (one.kind, NameList(one.axes), *one.count, *map(Bytes, one.bytes), one.source)
+        for one in changes[:COLLECTIVE_ROWS]
     ]
     if rest := changes[COLLECTIVE_ROWS:]:
         counts = (sum(one.count[side] for one in rest) for side in (0, 1))

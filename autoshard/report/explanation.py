@@ -11,7 +11,7 @@ from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.report.difference import largest_difference
 from autoshard.report.html.page import sections_html
-from autoshard.report.section import Bytes, Change, Column, Phrase, Row, Seconds, Section, Spec
+from autoshard.report.section import Bytes, Column, Phrase, RelativeChange, Row, Seconds, Section, Spec
 from autoshard.report.text import text_of
 
 
@@ -70,9 +70,9 @@ def explanation_sections(explanation: Explanation) -> list[Section]:
             " that fit)",
         )
     )
-    said = argument.name, *also, ", ", argument.type, ", lies as ", Spec(argument.layout), ": "
+    title = argument.name, *also, ", ", argument.type, ", lies as ", Spec(argument.layout), ": "
     return [
-        Section(lines=((*said, Bytes(argument.local_bytes), " on each device"),)),
+        Section(lines=((*title, Bytes(argument.local_bytes), " on each device"),)),
         _layouts(explanation),
         Section(("Why",), lines=tuple(("- ", reason) for reason in explanation.reasons)),
     ]
@@ -94,6 +94,6 @@ def _layouts(explanation: Explanation) -> Section:
 
 def _row(other: PricedLayout, chosen: PricedLayout) -> Row:
     over = "" if other.fits else "over the limit"
-    change = Change(other.step_seconds, chosen.step_seconds)
+    change = RelativeChange(other.step_seconds, chosen.step_seconds)
     figures = Spec(other.layout), Seconds(other.step_seconds), change, Bytes(other.peak_bytes), over
     return *figures, largest_difference(other.predicted, chosen.predicted)

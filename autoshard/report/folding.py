@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from autoshard.plans.plan import PlacedArray
 
 COLLECTIVE_ROWS = 12  # of a report; all further collectives share one row
-_LONG = 8  # words in braces, at most
+_MOST_BRACED_WORDS = 8  # words in braces, at most
 
 Key = tuple[frozenset[str], ...]  # the words that stand at each place of a path
 
@@ -82,7 +82,7 @@ def _shortened(words: list[str]) -> list[str]:
     >>> _shortened(["q", "k", "v"]), _shortened([f"layer{i}" for i in range(40)])
     (['q', 'k', 'v'], ['layer0', 'layer1', 'layer2', '... 37 more'])
     """
-    return words if len(words) <= _LONG else [*words[:3], f"... {len(words) - 3} more"]
+    return words if len(words) <= _MOST_BRACED_WORDS else [*words[:3], f"... {len(words) - 3} more"]
 
 
 def _ranges(words: list[str]) -> list[str]:

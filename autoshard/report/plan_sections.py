@@ -11,7 +11,19 @@ from autoshard.plans.memory_use import MemoryUse
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.report.folding import COLLECTIVE_ROWS, folded
-from autoshard.report.section import ArrayCount, Bytes, Column, Names, Phrase, Piece, Row, Seconds, Section, Share, Spec
+from autoshard.report.section import (
+    ArrayCount,
+    Bytes,
+    Column,
+    NameList,
+    Phrase,
+    Piece,
+    Row,
+    Seconds,
+    Section,
+    Share,
+    Spec,
+)
 from autoshard.report.units import bytes_text, seconds_text
 
 _MAX_ARRAYS = 40  # rows of arguments or results; all further arrays share one row
@@ -179,7 +191,7 @@ def collectives(found: Iterable[Collective], title: str = "Collectives per step"
     if not ordered:
         return Section(lines=(("No collectives: the devices don't talk.",),))
     rows: list[Row] = [
-        (one.kind, Names(one.axes), _runs(one), Bytes(one.bytes), one.source, one.why)
+        (one.kind, NameList(one.axes), _runs(one), Bytes(one.bytes), one.source, one.why)
         for one in ordered[:COLLECTIVE_ROWS]
     ]
     if rest := ordered[COLLECTIVE_ROWS:]:

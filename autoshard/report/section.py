@@ -30,7 +30,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Change:
+class RelativeChange:
     """How much more or less one figure is than another, as a share of the other."""
 
     figure: float
@@ -52,13 +52,13 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameList:
     """Names in order, mesh axes for example."""
 
     names: tuple[str, ...]
 
 
-Piece: TypeAlias = str | int | Bytes | Seconds | Share | Change | ArrayCount | Spec | Names
+Piece: TypeAlias = str | int | Bytes | Seconds | Share | RelativeChange | ArrayCount | Spec | NameList
 Phrase: TypeAlias = tuple[Piece, ...]  # pieces of one line; words bring their own spaces
 Row: TypeAlias = tuple[Piece | Phrase, ...]  # one cell per column
 

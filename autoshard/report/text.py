@@ -11,11 +11,11 @@ from autoshard.program.paths import printable
 from autoshard.report.section import (
     ArrayCount,
     Bytes,
-    Change,
     Column,
-    Names,
+    NameList,
     Phrase,
     Piece,
+    RelativeChange,
     Seconds,
     Section,
     Share,
@@ -87,13 +87,13 @@ def written(piece: Piece | Phrase) -> str:
             return seconds_text(seconds)
         case Share(share):
             return f"{share:.2%}"
-        case Change(figure, other):
+        case RelativeChange(figure, other):
             return change_text(figure, other)
         case ArrayCount(count):
             return f"x{count}" if count > 1 else ""
         case Spec(layout):
             return printable(spec_text(layout))
-        case Names(names):
+        case NameList(names):
             return printable(", ".join(names))
         case _:
             return printable(str(piece), kept="\n")

@@ -15,12 +15,12 @@ import jax
 
 from autoshard.errors import PlanError
 from autoshard.jaxprs import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, aval_of
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.primitives import facts_of
 from autoshard.program.program import RewrittenPlaces
 from autoshard.program.user_code import source_of
 from autoshard.remat.numbering import needed, variables
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.rewrite import Match, Rewrite, maker_of
 
 _BODIES = {  # primitive -> the parameters that hold what it runs
@@ -43,7 +43,7 @@ class Site:
     arguments: frozenset[int]  # of the step that are read there, through casts and views
 
     @property
-    def said(self) -> RewrittenPlaces:
+    def rewritten_places(self) -> RewrittenPlaces:
         """What the program says of it, once it is rewritten."""
         return RewrittenPlaces(self.rewrite.name, self.rewrite.law, self.places, self.lines, self.arguments)
 
@@ -55,9 +55,9 @@ def sites(closed: ClosedJaxpr, rewrite: Rewrite, devices: int) -> list[Site]:
         closed: the jaxpr of a step.
         devices: of the mesh.
     """
-    found = defaultdict[tuple[Any, ...], list[tuple[int, _Place]]](list)
+    found = defaultdict[tuple[Any, ...], list[tuple[int, _MatchPlace]]](list)
     own = {var: frozenset([i]) for i, var in enumerate(closed.jaxpr.invars)}
-    for number, place in enumerate(_Walk(rewrite, devices).places(closed, 1, list(own.values()))):
+    for number, place in enumerate(_SiteWalk(rewrite, devices).places(closed, 1, list(own.values()))):
         found[rewrite.name, place.match.form, place.match.types, place.turns].append((number, place))
     made = []
     for key, several in found.items():
@@ -72,11 +72,11 @@ def sites(closed: ClosedJaxpr, rewrite: Rewrite, devices: int) -> list[Site]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _MatchPlace:
     """A match in a body of the step."""
 
     turns: int  # how often the body runs per step
-    graph: Graph
+    graph: BodyGraph
     match: Match
     origins: Mapping[Var, frozenset[int]]  # input of the body -> the arguments of the step that it is
 
@@ -86,7 +86,7 @@ class _Place:
         return frozenset[int]().union(*(_origin(self.graph, atom, self.origins) for atom in self.match.inputs))
 
 
-def _origin(graph: Graph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> frozenset[int]:
+def _origin(graph: BodyGraph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> frozenset[int]:
     """The arguments that an array is, through casts and views."""
     while isinstance(atom, Var) and atom not in origins:
         eqn = graph.maker(atom)
@@ -96,9 +96,9 @@ def _origin(graph: Graph, atom: Any, origins: Mapping[Var, frozenset[int]]) -> f
     return origins[atom] if isinstance(atom, Var) else frozenset()
 
 
-def _together(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]:
+def _together(several: Sequence[tuple[int, _MatchPlace]]) -> list[tuple[int, _MatchPlace]]:
     """Those that can be rewritten at once."""
-    bodies = defaultdict[int, list[_Place]](list)
+    bodies = defaultdict[int, list[_MatchPlace]](list)
     for _, place in several:
         bodies[id(place.graph)].append(place)
     kept = {
@@ -111,12 +111,12 @@ def _together(several: Sequence[tuple[int, _Place]]) -> list[tuple[int, _Place]]
 
 def forms(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> list[Any]:
     """What is rewritten at these places, and where in their bodies they are, whatever the sizes of arrays."""
-    walk = _Walk(rewrite, devices).places(closed, 1, [frozenset[int]()] * len(closed.jaxpr.invars))
+    walk = _SiteWalk(rewrite, devices).places(closed, 1, [frozenset[int]()] * len(closed.jaxpr.invars))
     found = [place for number, place in enumerate(walk) if number in places]
     return [(_index(one), one.match.form, [len(shape) for shape, _ in one.match.types]) for one in found]
 
 
-def _index(place: _Place) -> int:
+def _index(place: _MatchPlace) -> int:
     """The index in its body of the equation that makes the first result."""
     maker = maker_of(place.graph, place.match)
     return next(i for i, eqn in enumerate(place.graph.jaxpr.eqns) if eqn is maker)
@@ -124,26 +124,26 @@ def _index(place: _Place) -> int:
 
 def rewritten(closed: ClosedJaxpr, rewrite: Rewrite, places: Collection[int], devices: int) -> ClosedJaxpr:
     """The jaxpr with these places rewritten, from the same arguments to the same results."""
-    return _Walk(rewrite, devices, frozenset(places)).body(closed)
+    return _SiteWalk(rewrite, devices, frozenset(places)).body(closed)
 
 
-class _Walk:
+class _SiteWalk:
     """A walk through the bodies of a step."""
 
     def __init__(self, rewrite: Rewrite, devices: int, wanted: frozenset[int] = frozenset()):
         self.rewrite, self.devices, self.wanted = rewrite, devices, wanted
         self.count = 0
 
-    def places(self, closed: ClosedJaxpr, turns: int, origins: Sequence[frozenset[int]]) -> Iterator[_Place]:
+    def places(self, closed: ClosedJaxpr, turns: int, origins: Sequence[frozenset[int]]) -> Iterator[_MatchPlace]:
         """All places.
 
         Args:
             turns: how often the body runs per step.
             origins: the arguments of the step that its inputs are.
         """
-        graph = Graph(opened(closed).jaxpr, self.devices)
+        graph = BodyGraph(opened(closed).jaxpr, self.devices)
         known = dict(zip(graph.jaxpr.invars, origins, strict=True))
-        yield from (_Place(turns, graph, match, known) for match in self.rewrite.find(graph))
+        yield from (_MatchPlace(turns, graph, match, known) for match in self.rewrite.find(graph))
         for eqn in graph.jaxpr.eqns:
             given = [_origin(graph, atom, known) for atom in eqn.invars]
             for inner in _bodies_of(eqn):
@@ -154,7 +154,7 @@ class _Walk:
 
     def body(self, closed: ClosedJaxpr) -> ClosedJaxpr:
         plain = opened(closed)
-        graph = Graph(plain.jaxpr, self.devices)
+        graph = BodyGraph(plain.jaxpr, self.devices)
         chosen = []
         for match in self.rewrite.find(graph):
             if self.count in self.wanted:
@@ -199,7 +199,7 @@ def _bodies_of(eqn: JaxprEqn) -> Iterator[ClosedJaxpr]:
 class _BodyBuilder:
     """A body whose equations are put in order again, once some are replaced."""
 
-    def __init__(self, graph: Graph, replaced: Mapping[int, JaxprEqn]):
+    def __init__(self, graph: BodyGraph, replaced: Mapping[int, JaxprEqn]):
         """
         Args:
             replaced: id of an equation -> the equation that takes its place.
@@ -234,7 +234,7 @@ class _BodyBuilder:
         return jaxpr.replace(eqns=needed(renamed, outvars), outvars=outvars, debug_info=jaxpr.debug_info)
 
 
-def _fitting(graph: Graph, matches: Sequence[Match]) -> list[Match]:
+def _fitting(graph: BodyGraph, matches: Sequence[Match]) -> list[Match]:
     """Those that can be rewritten at once: each that fits to those before it.
 
     They rewrite different variables, need no results of each other in a circle, and leave effects in their order.
@@ -283,7 +283,7 @@ def _in_order(equations: Sequence[JaxprEqn], matches: Sequence[Match]) -> list[J
     return made if effects == [id(eqn) for eqn in equations if eqn.effects] else None
 
 
-def _block(graph: Graph, match: Match) -> tuple[list[JaxprEqn], dict[Var, Any]]:
+def _block(graph: BodyGraph, match: Match) -> tuple[list[JaxprEqn], dict[Var, Any]]:
     """The equations of a match, on its inputs and at its line; and variable of the body -> what it becomes.
 
     Raises:

@@ -24,7 +24,7 @@ class ScaledProduct:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class BodyGraph:
     """A jaxpr whose plain calls are opened."""
 
     jaxpr: Jaxpr

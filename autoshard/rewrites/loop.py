@@ -10,29 +10,29 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Var, draws_otherwise_in_vmap, evaluated, inner_jaxprs, scan_counts
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.remat.numbering import needed, variables
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class ScanLoop:
     """A scan whose body closes over no arrays, and hands on no plain numbers."""
 
     eqn: JaxprEqn
-    graph: Graph  # of its body
+    graph: BodyGraph  # of its body
     consts: int
     carries: int
 
     @classmethod
-    def of(cls, eqn: JaxprEqn, devices: int) -> Loop | None:
+    def of(cls, eqn: JaxprEqn, devices: int) -> ScanLoop | None:
         """None if the equation is no such scan, or has effects."""
         if eqn.primitive.name != "scan" or eqn.effects:
             return None
         body: ClosedJaxpr = opened(eqn.params["jaxpr"])
         if body.consts or not all(isinstance(atom, Var) for atom in body.jaxpr.outvars):
             return None
-        return cls(eqn, Graph(body.jaxpr, devices), *scan_counts(eqn))
+        return cls(eqn, BodyGraph(body.jaxpr, devices), *scan_counts(eqn))
 
     @property
     def equations(self) -> Sequence[JaxprEqn]:

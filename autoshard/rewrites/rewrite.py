@@ -1,6 +1,6 @@
 """`Rewrite`, a law of algebra that steps can be rewritten by; where one applies; and the registry of all.
 
-A rewrite looks at one body of a step at a time (`Graph`): the step itself, or what a loop, a branch or a
+A rewrite looks at one body of a step at a time (`BodyGraph`): the step itself, or what a loop, a branch or a
 `jax.checkpoint` runs. It yields `Match`es. Which of them are applied, the planner's price decides.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from autoshard.errors import ArgumentError
 from autoshard.jaxprs import JaxprEqn, Var, aval_of
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.product import Atom
 
 
@@ -43,13 +43,13 @@ class Rewrite:
 
     name: str
     law: str
-    find: Callable[[Graph], Iterable[Match]]
+    find: Callable[[BodyGraph], Iterable[Match]]
 
 
 REWRITES: dict[str, Rewrite] = {}  # by name, in the order in which they were registered
 
 
-def register(name: str, law: str) -> Callable[[Callable[[Graph], Iterable[Match]]], Rewrite]:
+def register(name: str, law: str) -> Callable[[Callable[[BodyGraph], Iterable[Match]]], Rewrite]:
     """Makes a function that finds places the rewrite of this name. `rewrites="auto"` tries it from then on.
 
     The same function may be registered again, as when a cell of a notebook is run twice.
@@ -58,7 +58,7 @@ def register(name: str, law: str) -> Callable[[Callable[[Graph], Iterable[Match]
         ArgumentError: there is another one of this name.
     """
 
-    def registered(find: Callable[[Graph], Iterable[Match]]) -> Rewrite:
+    def registered(find: Callable[[BodyGraph], Iterable[Match]]) -> Rewrite:
         before = REWRITES[name].find if name in REWRITES else find
         if (before.__module__, before.__qualname__) != (find.__module__, find.__qualname__):
             raise ArgumentError(f"there is a rewrite {name!r} already: {REWRITES[name].law}.\nChoose another name.")
@@ -68,6 +68,6 @@ def register(name: str, law: str) -> Callable[[Callable[[Graph], Iterable[Match]
     return registered
 
 
-def maker_of(graph: Graph, match: Match) -> JaxprEqn:
+def maker_of(graph: BodyGraph, match: Match) -> JaxprEqn:
     """The equation that makes the first result of a match."""
     return graph.makers[match.results[0]]

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, start: float | None = None) -> 
 def _solve_file(file: Path, start: float, options: argparse.Namespace) -> str:
     """Solves a file in the time that is left since `start`, and returns the line that says how it went."""
     begun = time.monotonic()
-    with _Line(file.name, start) as line:
+    with _ProgressLine(file.name, start) as line:
         problem = Problem.read(file)
         read = time.monotonic()
         with frozen():  # what was read stays until the problem is solved
@@ -111,7 +111,7 @@ def progress_text(progress: Progress, seconds: float) -> str:
     return f"{progress.stage}: {known}, {seconds:.0f} s"
 
 
-class _Line:
+class _ProgressLine:
     """What is known so far, on stderr: one line that changes on a terminal, else lines now and then.
 
     A thread of its own writes it, since some steps of the solver take long and tell nothing.
@@ -123,7 +123,7 @@ class _Line:
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._write, daemon=True)
 
-    def __enter__(self) -> _Line:
+    def __enter__(self) -> _ProgressLine:
         self.thread.start()
         return self
 

@@ -31,7 +31,7 @@ INT64 = np.iinfo(np.int64)
 TABLE = "autoshard.solver.contest: table"  # key of what stands for a table that was cut out of the text
 
 
-class Rows(NamedTuple):
+class RaggedRows(NamedTuple):
     """Rows of numbers, each of its own length."""
 
     values: np.ndarray  # [numbers], int64 or float64
@@ -52,19 +52,19 @@ class Rows(NamedTuple):
         return [self.values[start:end] for start, end in pairwise(offsets)]
 
 
-class Contest(NamedTuple):
+class ContestProblem(NamedTuple):
     """What a file says. Rows are as many and as long as others want them to be; numbers are as they stand there."""
 
-    costs: Rows  # node -> option -> float64 cost; inf: forbidden
-    usages: Rows  # node -> option -> bytes
+    costs: RaggedRows  # node -> option -> float64 cost; inf: forbidden
+    usages: RaggedRows  # node -> option -> bytes
     intervals: np.ndarray  # [nodes, 2], int64
     pairs: np.ndarray  # [edges, 2], int64: the nodes that an edge joins, all of which there are
-    tables: Rows  # edge -> options of the first node times options of the second -> float64 cost; inf: forbidden
+    tables: RaggedRows  # edge -> options of the first node times options of the second -> float64 cost; inf: forbidden
     limit: float | None
     names: tuple[str, ...]  # per node, or none
 
 
-def read(path: Path) -> Contest:
+def read(path: Path) -> ContestProblem:
     """Reads a file, gzipped or not.
 
     Raises:
@@ -100,10 +100,10 @@ def read(path: Path) -> Contest:
     names = nodes.get("names", [])
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise SolverError("nodes.names has to be a list of strings")
-    return Contest(costs, usages, intervals.values.reshape(-1, 2), ends, tables, _limit(limit), tuple(names))
+    return ContestProblem(costs, usages, intervals.values.reshape(-1, 2), ends, tables, _limit(limit), tuple(names))
 
 
-def write(path: Path, contest: Contest) -> None:
+def write(path: Path, contest: ContestProblem) -> None:
     """Writes a file, gzipped if its name ends in .gz; the same bytes each time.
 
     Raises:
@@ -145,7 +145,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _decode(data: bytes) -> Any:
-    """The content of JSON text, in which tables of whole numbers may be `Rows` instead of lists of lists.
+    """The content of JSON text, in which tables of whole numbers may be `RaggedRows` instead of lists of lists.
 
     Such tables are nearly all of a large file. Read by themselves they take a third of the time and memory.
     """
@@ -167,10 +167,10 @@ def _decode(data: bytes) -> Any:
         raise SolverError("is nested too deeply for a contest problem") from error
 
 
-def _cut(data: bytes) -> tuple[bytes, dict[int, Rows]]:
+def _cut(data: bytes) -> tuple[bytes, dict[int, RaggedRows]]:
     """The text with the tables that stand behind a colon, in as few characters as can be, replaced by numbers."""
     rest: list[bytes] = []
-    tables: dict[int, Rows] = {}
+    tables: dict[int, RaggedRows] = {}
     done = 0
     start = data.find(b":[[")
     while start >= 0:
@@ -185,7 +185,7 @@ def _cut(data: bytes) -> tuple[bytes, dict[int, Rows]]:
     return b"".join(rest), tables
 
 
-def _scan(text: bytes) -> Rows | None:
+def _scan(text: bytes) -> RaggedRows | None:
     r"""The rows that a text like ``1,2],[3`` lists; None if there is anything but whole numbers in them.
 
     >>> _scan(b"1,2],[3")
@@ -206,7 +206,7 @@ def _scan(text: bytes) -> Rows | None:
         except (ValueError, DeprecationWarning):
             return None
     exact = len(values) == lengths.sum() and values.max() < INT64.max and values.min() > INT64.min
-    return Rows(values, lengths) if exact else None
+    return RaggedRows(values, lengths) if exact else None
 
 
 def _sections(content: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
@@ -227,10 +227,10 @@ def _member(content: Any, name: str, key: str) -> Any:
     return content[key]
 
 
-def _table(section: dict[str, Any], name: str, key: str) -> Rows:
+def _table(section: dict[str, Any], name: str, key: str) -> RaggedRows:
     """The rows under a key."""
     table, place = _member(section, name, key), f"{name}.{key}"
-    if isinstance(table, Rows):
+    if isinstance(table, RaggedRows):
         return table
     if not isinstance(table, list):
         raise SolverError(f"{place} is {_kind(table)}, where a list of lists is needed")
@@ -244,18 +244,18 @@ def _table(section: dict[str, Any], name: str, key: str) -> Rows:
     lengths = np.fromiter(map(len, table), np.int64, len(table))
     try:
         if types == {int}:
-            return Rows(np.fromiter(chain.from_iterable(table), np.int64, lengths.sum()), lengths)
+            return RaggedRows(np.fromiter(chain.from_iterable(table), np.int64, lengths.sum()), lengths)
     except OverflowError:
         pass
     try:
-        return Rows(np.fromiter(chain.from_iterable(table), np.float64, lengths.sum()), lengths)
+        return RaggedRows(np.fromiter(chain.from_iterable(table), np.float64, lengths.sum()), lengths)
     except OverflowError as error:
         raise SolverError(f"{place} holds a number beyond 1e308") from error
 
 
 def _kind(value: Any) -> str:
     """What JSON calls a value."""
-    names = {dict: "an object", Rows: "a list", list: "a list", str: "a string", bool: "true or false"}
+    names = {dict: "an object", RaggedRows: "a list", list: "a list", str: "a string", bool: "true or false"}
     return names.get(type(value), "null" if value is None else "a number")
 
 
@@ -266,7 +266,7 @@ def _expect(lengths: np.ndarray, expected: np.ndarray, kind: str, message: str) 
         raise SolverError(f"{kind} {wrong[0]} has {lengths[wrong[0]]} {message.format(expected[wrong[0]])}")
 
 
-def _refuse(rows: Rows, wrong: np.ndarray, kind: str, message: str) -> None:
+def _refuse(rows: RaggedRows, wrong: np.ndarray, kind: str, message: str) -> None:
     """Refuses numbers that are wrong, with the row of the first."""
     if wrong.any():
         first = int(wrong.argmax())
@@ -274,20 +274,20 @@ def _refuse(rows: Rows, wrong: np.ndarray, kind: str, message: str) -> None:
         raise SolverError(f"{kind} {row}: {message.format(rows.values[first])}")
 
 
-def _costs(rows: Rows, kind: str) -> Rows:
+def _costs(rows: RaggedRows, kind: str) -> RaggedRows:
     values = rows.values.astype(np.float64)
     _refuse(rows, ~np.isfinite(values), kind, "a cost is {}; a number is needed, 1e18 for what is forbidden")
     values[values >= FORBIDDEN] = np.inf
-    return Rows(values, rows.lengths)
+    return RaggedRows(values, rows.lengths)
 
 
-def _whole(rows: Rows, kind: str, what: str) -> Rows:
+def _whole(rows: RaggedRows, kind: str, what: str) -> RaggedRows:
     if rows.values.dtype == np.int64:
         return rows
     fit = np.abs(rows.values) < 2.0**63  # false for NaN
     whole = fit & (np.floor(rows.values, where=fit, out=np.zeros_like(rows.values)) == rows.values)
     _refuse(rows, ~whole, kind, what + " {}; a whole number of 64 bits is needed")
-    return Rows(rows.values.astype(np.int64), rows.lengths)
+    return RaggedRows(rows.values.astype(np.int64), rows.lengths)
 
 
 def _limit(limit: Any) -> float | None:
@@ -300,11 +300,11 @@ def _limit(limit: Any) -> float | None:
     return limit
 
 
-def rows_of(arrays: Sequence[np.ndarray], dtype: type) -> Rows:
+def rows_of(arrays: Sequence[np.ndarray], dtype: type) -> RaggedRows:
     """Arrays as rows.
 
     >>> rows_of([np.array([[1, 2], [3, 4]]), np.array([5])], np.float64)
     Rows(values=array([1., 2., 3., 4., 5.]), lengths=array([4, 1]))
     """
     lengths = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
-    return Rows(np.concatenate([np.zeros(0, dtype), *(array.ravel() for array in arrays)]), lengths)
+    return RaggedRows(np.concatenate([np.zeros(0, dtype), *(array.ravel() for array in arrays)]), lengths)

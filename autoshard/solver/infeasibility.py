@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.solver.least_memory import lean, leanest
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, UndecidedError
-from autoshard.solver.run import NoChoice, Run
+from autoshard.solver.run import NoChoice, SolverRun
 from autoshard.solver.runtime.clock import TimeUp
 from autoshard.solver.verify import verify
 
@@ -27,7 +27,7 @@ def late_error(problem: Problem, spent: str, bound: float) -> UndecidedError:
     return UndecidedError(f"{message} or the memory limit ({limit})", bound=bound)
 
 
-def infeasible_error(run: Run) -> SolverError:
+def infeasible_error(run: SolverRun) -> SolverError:
     """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
     problem = run.incumbent.problem
     run.clock.extend()

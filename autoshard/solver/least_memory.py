@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
-from autoshard.solver.run import NoChoice, Run, count_options
+from autoshard.solver.run import NoChoice, SolverRun, count_options
 from autoshard.solver.runtime.clock import TimeUp
 from autoshard.solver.verify import verify
 
@@ -44,7 +44,7 @@ class LeanChoice:
     is_exact: bool  # whether the choice has the lowest peak there is
 
 
-def leanest(problem: Problem, run: Run) -> LeanChoice:
+def leanest(problem: Problem, run: SolverRun) -> LeanChoice:
     """The choice with the lowest peak.
 
     Raises:
@@ -69,7 +69,7 @@ def leanest(problem: Problem, run: Run) -> LeanChoice:
     return LeanChoice(choice, verify(problem, choice)[1], is_exact=True)
 
 
-def lean(problem: Problem, run: Run) -> LeanChoice | None:
+def lean(problem: Problem, run: SolverRun) -> LeanChoice | None:
     """A choice with a low peak, the best of a few rounds of weights; None where there was no time for one.
 
     Raises:
@@ -85,7 +85,7 @@ def lean(problem: Problem, run: Run) -> LeanChoice | None:
                 run.solve(weighted, bounds_pay=True)
             finally:
                 bound = max(bound, weighted.bound)
-            assert weighted.choice is not None, "`Run.solve` ends without one by an error alone"
+            assert weighted.choice is not None, "`SolverRun.solve` ends without one by an error alone"
             held = points.held(weighted.choice)
             if held.max() < peak:
                 best, peak = weighted.choice, held.max()

@@ -188,7 +188,7 @@ class Problem:
             raise SolverError(f"{path}: {error}") from error
 
     @classmethod
-    def _of(cls, found: contest.Contest) -> Problem:
+    def _of(cls, found: contest.ContestProblem) -> Problem:
         costs = found.costs.split()
         counts = found.costs.lengths.tolist()
         edges = tuple(
@@ -219,7 +219,7 @@ class Problem:
         of = {live.node: live for live in single.lives}
         lives = [of.get(node, Live(node, 0, 0, np.zeros(len(row), np.int64))) for node, row in enumerate(single.costs)]
         whole = all(np.issubdtype(live.usage.dtype, np.integer) for live in lives)
-        content = contest.Contest(
+        content = contest.ContestProblem(
             costs=contest.rows_of(single.costs, np.float64),
             usages=contest.rows_of([live.usage for live in lives], np.int64 if whole else np.float64),
             intervals=np.array([(live.start, live.end) for live in lives], np.int64).reshape(-1, 2),

@@ -37,7 +37,7 @@ class NoChoice(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class ProblemPart:
     """An independent part of a problem, as an algorithm gets it."""
 
     incumbent: Incumbent
@@ -59,11 +59,11 @@ class Part:
 class Algorithm(Protocol):
     """A way to learn about a part: a row of the table. Its numbers are the fields of its class."""
 
-    def applies(self, part: Part, run: Run) -> bool:
+    def applies(self, part: ProblemPart, run: SolverRun) -> bool:
         """Whether it is worth a try."""
         ...
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: ProblemPart, run: SolverRun) -> bool:
         """Offers choices to `part.incumbent` and proves bounds; whether the part is done with.
 
         It counts its work by `run.clock.spend`, which ends it when time is up.
@@ -75,7 +75,7 @@ class Algorithm(Protocol):
         ...
 
 
-class Run:
+class SolverRun:
     """One run of `solve`. What it has learnt when an exception ends it is in `incumbent`."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Run:
         for part in sorted(incumbents, key=lambda part: len(part.problem.costs)):
             large_now = self.is_large(part.problem)
             share = 1 / max(1, large)
-            self._improve(Part(part, large_now, bounds_pay, of_whole=of_whole, share=share, options_left=left))
+            self._improve(ProblemPart(part, large_now, bounds_pay, of_whole=of_whole, share=share, options_left=left))
             large -= large_now
             left -= count_options(part.problem)
 
@@ -171,7 +171,7 @@ class Run:
         tell()
         return parts
 
-    def _improve(self, part: Part) -> None:
+    def _improve(self, part: ProblemPart) -> None:
         for algorithm in self.algorithms:
             if algorithm.applies(part, self) and algorithm.improve(part, self):
                 return

@@ -17,7 +17,7 @@ from autoshard.solver.local_search.reduce_memory import leaner_choice
 from autoshard.solver.method import USUAL, Method
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
-from autoshard.solver.run import NoChoice, Run
+from autoshard.solver.run import NoChoice, SolverRun
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.clock import TimeUp
 from autoshard.solver.searches.search_run import Search
@@ -82,7 +82,7 @@ def solve(
     if search is not None:
         method = Method(algorithms=(algorithm_of(search),))
     budget = budget or Budget.of(time_limit)
-    run = Run(
+    run = SolverRun(
         problem,
         seed=seed,
         threads=threads or _cores(),
@@ -134,7 +134,7 @@ def with_bound(solution: Solution, bound: float) -> Solution:
     return replace(bounded, status="optimal" if bounded.gap <= OPTIMAL_GAP else "feasible")
 
 
-def _take_leaner(run: Run) -> None:
+def _take_leaner(run: SolverRun) -> None:
     """Takes a choice that costs the same and holds less, unless the goal accepts the best one alone."""
     incumbent = run.incumbent
     if incumbent.choice is None:

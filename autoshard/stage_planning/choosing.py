@@ -16,7 +16,7 @@ from autoshard.errors import ConflictError, MicrobatchError, StageError
 from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
-from autoshard.model.pricing.late import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulatingLate
 from autoshard.model.xla.backends import Backend
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
@@ -51,7 +51,7 @@ ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlanningTarget:
     """What a step is planned for."""
 
     mesh_shape: MeshShape
@@ -151,7 +151,7 @@ class CuttableSteps:
 
 def choose_pipeline(
     steps: CuttableSteps,
-    machine: Machine,
+    machine: PlanningTarget,
     *,
     counts: Sequence[int] | None = None,
     schedules: Sequence[tuple[str, int]] = SCHEDULES,
@@ -243,7 +243,7 @@ def _possible(steps: CuttableSteps, counts: Sequence[int]) -> Sequence[int]:
 
 
 def _searched(
-    found: PlannedSpace, steps: CuttableSteps, machine: Machine, settings: SearchSettings, until: float
+    found: PlannedSpace, steps: CuttableSteps, machine: PlanningTarget, settings: SearchSettings, until: float
 ) -> tuple[_Outcome, PlannedSpace, StageSearchResult]:
     """The best choices of a space, planned stage by stage; the space with what was planned for that."""
     settings = replace(settings, until=_part_of_time(until, SEARCH_SHARE))
@@ -286,23 +286,23 @@ class _Excess:
 
     least: dict[tuple[object, ...], float] = field(default_factory=dict)
 
-    def add(self, said: SimulatedChoice, planned: SimulatedChoice) -> float:
+    def add(self, tabled: SimulatedChoice, planned: SimulatedChoice) -> float:
         """That of a choice that does not fit, by the tables and as its stages were planned."""
-        pairs = zip(planned.peak_bytes, said.peak_bytes, strict=True)
-        over = max([1.0, *(peak / told for peak, told in pairs if told > 0)])
-        key = self._kind(said.choice)
+        pairs = zip(planned.peak_bytes, tabled.peak_bytes, strict=True)
+        over = max([1.0, *(peak / in_table for peak, in_table in pairs if in_table > 0)])
+        key = self._kind(tabled.choice)
         self.least[key] = min(over, self.least.get(key, math.inf))
         return over
 
-    def is_too_large(self, said: SimulatedChoice, choice: PipelineChoice) -> bool:
+    def is_too_large(self, tabled: SimulatedChoice, choice: PipelineChoice) -> bool:
         """Whether a choice is expected to hold too much.
 
         Args:
             choice: the same on tables that say how much room there is.
         """
-        times, homes = self.least.get(self._kind(choice), 1.0), said.timeline.schedule.placement
+        times, homes = self.least.get(self._kind(choice), 1.0), tabled.timeline.schedule.placement
         rooms = (stage.table.shape.memory_bytes for stage in choice.stages)
-        return any(times * said.peak_bytes[home] > room for home, room in zip(homes, rooms, strict=True))
+        return any(times * tabled.peak_bytes[home] > room for home, room in zip(homes, rooms, strict=True))
 
     @staticmethod
     def _kind(choice: PipelineChoice) -> tuple[object, ...]:
@@ -314,7 +314,7 @@ def _planned_exactly(
     result: StageSearchResult,
     found: PlannedSpace,
     steps: CuttableSteps,
-    machine: Machine,
+    machine: PlanningTarget,
     excess: _Excess,
     until: float,
     refusal: StageError | None = None,

@@ -18,8 +18,8 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.model.xla.backends import Backend
 from autoshard.planning import checked_rules, with_sequences
-from autoshard.plans.chosen import prediction_of
-from autoshard.plans.making import make_plan
+from autoshard.plans.chosen_options import prediction_of
+from autoshard.plans.make_plan import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.program import Program
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
@@ -30,15 +30,20 @@ from autoshard.stages.programs import LOOP, Key, StageProgram
 from autoshard.stages.stage_tactics import StageTactics
 from autoshard.together.joint_problem import JointProblem
 
-LEANEST = 1.02  # of the least limit that some choice meets: with less, hardly a choice is left
-TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the problem, which does not count what reshardings hold
+LEANEST_LIMIT_FACTOR = 1.02  # of the least limit that some choice meets: with less, hardly a choice is left
+STAGE_LIMIT_SHARES = (
+    1.0,
+    0.9,
+    0.8,
+    0.7,
+)  # shares of the limit for the problem, which does not count what reshardings hold
 # Seconds of a quiet core that the search for one stage may take. Work counts, not the clock: a busy machine finds the
 # same tables. The clock ends a search only after so many times its work.
-WORK = 4.0
-_PATIENCE = 50.0
+STAGE_WORK_SECONDS = 4.0
+_CLOCK_FACTOR = 50.0
 # A choice so far above its bound, relative to this, is one that the search has begun with and not yet improved: where a
 # limit leaves little, the leanest choice of a Llama layer took 50 times the best. It is sought so many times longer.
-_FAR, _LONGER = 0.5, 4.0
+_FAR_FROM_BOUND, _EXTRA_WORK_FACTOR = 0.5, 4.0
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,8 @@ def stage_cost(
     in_flight: float,
     *,
     gap: float = 0.0,
-    work: float = WORK,
-    shares: Sequence[float] = TIGHTER,
+    work: float = STAGE_WORK_SECONDS,
+    shares: Sequence[float] = STAGE_LIMIT_SHARES,
     or_leanest: bool = False,
     copies: float = 1.0,
     until: float = math.inf,
@@ -183,13 +188,13 @@ class _Effort:
     def solution(self, problem: Problem, times: float = 1.0) -> Solution:
         """What a search finds in so many times the work."""
         work = times * self.work
-        budget = Budget(work, min(self.until, time.monotonic() + _PATIENCE * work))
+        budget = Budget(work, min(self.until, time.monotonic() + _CLOCK_FACTOR * work))
         return solve_for_plan(problem, gap=self.gap, budget=budget, search=self.search)
 
 
 def _leanest(stage: JointStage, joint: JointProblem, needed: float, effort: _Effort) -> StageCost | None:
     try:
-        leaner = replace(joint.problem, limit=LEANEST * needed, checked=True)
+        leaner = replace(joint.problem, limit=LEANEST_LIMIT_FACTOR * needed, checked=True)
         solution = _solved(leaner, effort)
     except SolverError:
         return None
@@ -198,9 +203,9 @@ def _leanest(stage: JointStage, joint: JointProblem, needed: float, effort: _Eff
 
 def _solved(problem: Problem, effort: _Effort) -> Solution:
     found = effort.solution(problem)
-    if found.cost <= (1 + _FAR) * found.bound or time.monotonic() >= effort.until:
+    if found.cost <= (1 + _FAR_FROM_BOUND) * found.bound or time.monotonic() >= effort.until:
         return found
-    again = effort.solution(problem, _LONGER)
+    again = effort.solution(problem, _EXTRA_WORK_FACTOR)
     return again if again.cost < found.cost else found
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from autoshard.layout import Layout
-from autoshard.microbatches.forms import form_of
+from autoshard.microbatches.canonical_forms import form_of
 from autoshard.program import Program
 from autoshard.solver.searches.search_run import Search
 from autoshard.stage_planning.costs import StageCost, SubMeshModel, formulated_stage, stage_cost
 from autoshard.stage_planning.joint_stage import JointStage
 from autoshard.stage_search.tables import Numbers
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
+from autoshard.stages.stage_layouts import program_of, replaced_inputs
 from autoshard.stages.stage_tactics import StageTactics
-from autoshard.stages.traced import program_of, replaced_inputs
 
 
 @dataclass(frozen=True, eq=False)

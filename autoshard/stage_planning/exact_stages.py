@@ -29,12 +29,18 @@ from autoshard.stage_search import (
     simulated,
 )
 from autoshard.stage_search.chunks import ChunkProblem
-from autoshard.stage_search.fitting import within_memory
+from autoshard.stage_search.fit_memory import within_memory
 from autoshard.stage_search.simulating import ScheduleFacts, ScheduleForm, schedule_facts
 
-MOST_LEANER = 3  # leaner plans for a kind of stage
-ALIKE = 0.02  # stages whose room differs by no larger share get one plan, unless these would be more than that many
-LEANER: Mapping[str, Any] = {"gap": 0.02, "work": 2.0, "or_leanest": True}  # how well they are planned, and stay so
+MOST_LEANER_PLANS = 3  # leaner plans for a kind of stage
+SAME_ROOM_SHARE = (
+    0.02  # stages whose room differs by no larger share get one plan, unless these would be more than that many
+)
+LEANER_EFFORT: Mapping[str, Any] = {
+    "gap": 0.02,
+    "work": 2.0,
+    "or_leanest": True,
+}  # how well they are planned, and stay so
 
 CutAt = Callable[[int, Sequence[int], bool, Sequence[str]], CutStep]
 """Number of microbatches, first units of all stages but the first, whether W has programs, and the variant of each
@@ -86,7 +92,7 @@ def exact_pipeline(
     limits = stage_limits(choice, facts)
     in_flight = [stage_in_flight(facts, number) for number in numbers]
     best: ExactPipeline | None = None
-    for most in (1, MOST_LEANER):  # the first are for the least room: if nothing fits with these, it is given up
+    for most in (1, MOST_LEANER_PLANS):  # the first are for the least room: if nothing fits with these, it is given up
         plans = planner.plans_within(at, in_flight, limits, most)
         found = _exact(space, choice, cut, _fast_where_there_is_room(space, choice, facts, plans))
         best = min((one for one in (best, found) if one is not None), key=_misfit_and_seconds, default=None)
@@ -197,13 +203,13 @@ class _StagePlanner:
         def make_plan(number: int) -> None:
             if number not in self._leaner:
                 shape, flying, limit = rooms[number]
-                self._leaner[number] = self._planned(number, shape, flying, limit, **LEANER)
+                self._leaner[number] = self._planned(number, shape, flying, limit, **LEANER_EFFORT)
             plans[number] = self._leaner[number]
 
         for _, number in _least_of_groups(ascending)[:most]:
             make_plan(number)
         for _, number in ascending if has_plan(ascending[0][1]) else ():
-            if len(plans) < MOST_LEANER and number not in plans and not has_plan(number):
+            if len(plans) < MOST_LEANER_PLANS and number not in plans and not has_plan(number):
                 make_plan(number)
         return [one for one in plans.values() if one is not None]
 
@@ -220,13 +226,13 @@ def _least_of_groups(ascending: Sequence[tuple[float, int]]) -> list[tuple[float
     >>> _least_of_groups([(0.5, 3), (0.505, 1), (0.9, 2)])
     [(0.5, 3), (0.9, 2)]
     """
-    alike = ALIKE
+    alike = SAME_ROOM_SHARE
     while True:
         firsts: list[tuple[float, int]] = []
         for one in ascending:
             if not firsts or one[0] > firsts[-1][0] * (1 + alike):
                 firsts.append(one)
-        if len(firsts) <= MOST_LEANER:
+        if len(firsts) <= MOST_LEANER_PLANS:
             return firsts
         alike *= 2
 

@@ -22,7 +22,7 @@ from autoshard.together.joint_problem import JointProblem, joint_problem
 
 
 @dataclass(frozen=True)
-class Place:
+class ValuePlace:
     """Where a named value stands in one program: the node that decides how it lies, and its layout per option."""
 
     program: int
@@ -53,9 +53,9 @@ class JointStage:
         return joint_problem(self.formulations, problems, self.weights, (), None)
 
     @cached_property
-    def places(self) -> Mapping[Key, list[Place]]:
+    def places(self) -> Mapping[Key, list[ValuePlace]]:
         """Where every named value stands."""
-        found: dict[Key, list[Place]] = {}
+        found: dict[Key, list[ValuePlace]] = {}
         for number, (program, formulation) in enumerate(zip(self.programs, self.formulations, strict=True)):
             first = self.plain.first_nodes[number]
             for i, key in enumerate(program.inputs):
@@ -67,7 +67,7 @@ class JointStage:
         return found
 
     @cached_property
-    def held(self) -> Mapping[Key, Place]:
+    def held(self) -> Mapping[Key, ValuePlace]:
         """What is held whichever program runs: what is kept between steps and tasks, and sums."""
         return {
             key: places[0]
@@ -117,13 +117,13 @@ class JointStage:
             start = end
 
 
-def _of_argument(formulation: Formulation, program: int, first: int, index: int) -> Place:
+def _of_argument(formulation: Formulation, program: int, first: int, index: int) -> ValuePlace:
     options, value = formulation.arguments[index], formulation.program.arguments[index]
     layouts = tuple(option.home for option in options)
-    return Place(program, first + index, layouts, _sizes(formulation, value, layouts))
+    return ValuePlace(program, first + index, layouts, _sizes(formulation, value, layouts))
 
 
-def _of_result(formulation: Formulation, program: int, first: int, index: int) -> Place | None:
+def _of_result(formulation: Formulation, program: int, first: int, index: int) -> ValuePlace | None:
     """None: a number, which lies nowhere."""
     value = formulation.program.results[index]
     if not isinstance(value, Value):
@@ -134,7 +134,7 @@ def _of_result(formulation: Formulation, program: int, first: int, index: int) -
         for i, made in enumerate(group.outputs):
             if made.value.id == value.id:
                 layouts = priced.output_layouts[i]
-                return Place(
+                return ValuePlace(
                     program, first + formulation.group_node(group), layouts, _sizes(formulation, value, layouts)
                 )
     return None

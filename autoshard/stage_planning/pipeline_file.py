@@ -16,7 +16,7 @@ from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.stage_planning.planned_stage import PlannedStage, TaskCosts
 from autoshard.stages.running.views import StackSharding, stack_sharding
-from autoshard.stages.saved import MeshPart, SavedPipeline, mesh_part
+from autoshard.stages.saved_pipeline import MeshPart, SavedPipeline, mesh_part
 
 if TYPE_CHECKING:
     from autoshard.stage_planning.pipeline_plan import PipelinePlan

@@ -40,7 +40,7 @@ from autoshard.stages.programs import LOOP, Key
 from autoshard.stages.reading.stages_planner import StagesPlanner
 from autoshard.stages.requests import PipelineRequest
 from autoshard.stages.running.transfers import line_of
-from autoshard.stages.saved import MeshPart, SavedPipeline
+from autoshard.stages.saved_pipeline import MeshPart, SavedPipeline
 from autoshard.user_plan import Plan
 
 
@@ -108,13 +108,13 @@ class PipelinePlan(Plan):
     def choices(self) -> Mapping[str, str]:
         """Schedule, microbatches, and of each stage its layers and its part of the mesh."""
         assert self.saved is not None, "it is made of a pipeline"
-        said = {"schedule": self.saved.schedule, "microbatches": str(self.saved.microbatches)}
+        choices = {"schedule": self.saved.schedule, "microbatches": str(self.saved.microbatches)}
         for number, device in enumerate(self._devices()):
             layers = self.saved.layers[number] if self.saved.layers else ()
             part = self._parts[device]
             where = " ".join(f"{axis}={size}" for axis, size in part.axes.items())
-            said[f"stage {number}"] = f"{', '.join(layers)} on {where} from device {min(part.devices)}"
-        return said
+            choices[f"stage {number}"] = f"{', '.join(layers)} on {where} from device {min(part.devices)}"
+        return choices
 
     @cached_property
     def _parts(self) -> tuple[MeshPart, ...]:
@@ -196,8 +196,8 @@ class PipelinePlan(Plan):
         rest = dict(content)
         node = Node(rest.pop(PIPELINE), PIPELINE)
         data = from_json(rest, mesh, where, axes_of_arrays(node, dict(mesh.shape))).plan
-        said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
-        return cls(**said, **pipeline_from_json(node, data))
+        values = {one.name: getattr(data, one.name) for one in fields(PlanData)}
+        return cls(**values, **pipeline_from_json(node, data))
 
     def to_code(self, style: str = "specs") -> str:
         """
@@ -334,9 +334,9 @@ def pipeline_plan(
         argument_tree=program.in_tree,
         result_tree=program.out_tree,
     )
-    said = {one.name: getattr(data, one.name) for one in fields(PlanData)}
+    values = {one.name: getattr(data, one.name) for one in fields(PlanData)}
     return PipelinePlan(
-        **said,
+        **values,
         stages=stages,
         timeline=figures.timeline,
         pipeline=pipeline,

@@ -76,12 +76,12 @@ def recomputation_remarks(pipeline: PlannedPipeline) -> tuple[str, ...]:
     if found is None:
         return ()
     kept = {stage: sum(map(pipeline.programs.bytes_of, keys)) for stage, keys in pipeline.programs.kept.items()}
-    said = [
+    parts = [
         f"stage {stage} keeps {bytes_text(kept[stage])} of each microbatch for its backward pass"
         + (f" and computes again for {seconds:.3g} s per step, as one device would" if seconds else "")
         for stage, seconds in enumerate(found.seconds)
     ]
-    return (f"remat='auto': {'; '.join(said)}.",)
+    return (f"remat='auto': {'; '.join(parts)}.",)
 
 
 def _span(layers: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.errors import ConflictError, MicrobatchError, StageError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
-from autoshard.model.pricing.late import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulatingLate
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, level_of, variant_of
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes

@@ -22,7 +22,7 @@ from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.program import RewrittenPlaces
 from autoshard.program.signature import Arguments
 from autoshard.specs import check_agrees, fixed_layouts
-from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, Machine, choose_pipeline
+from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, PlanningTarget, choose_pipeline
 from autoshard.stage_planning.pipeline_plan import (
     PipelinePlan,
     check_fits,
@@ -133,8 +133,8 @@ def _check_fixed(plan: PipelinePlan, program: Program, fixed: Mapping[str, Parti
 class StagedFunction(PlannedFunction[Parameters, Result]):
     """A function that runs in as many stages as the user asks for."""
 
-    def __init__(self, fn: Any, **said: Any) -> None:
-        super().__init__(fn, **said)
+    def __init__(self, fn: Any, **keywords: Any) -> None:
+        super().__init__(fn, **keywords)
         self._plans: dict[int, Plan] = {}  # of pipelines, by their ids
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -364,7 +364,7 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         levels = None if options.remat is None else RecomputationLevels.of(traced.step, options.topology)
         how: dict[str, Any] = {"tactics": options.tactics, "search": options.search}
         steps = CuttableSteps(traced.step, program, traced.mesh, own, levels, **how)
-        machine = Machine(dict(options.mesh.shape), options.topology, options.backend, options.memory)
+        machine = PlanningTarget(dict(options.mesh.shape), options.topology, options.backend, options.memory)
         more: dict[str, Any] = {} if levels is None else {"levels": levels.seconds, "enough": enough}
         chosen = choose_pipeline(steps, machine, until=until, **more)
         if chosen is None:

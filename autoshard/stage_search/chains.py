@@ -122,7 +122,7 @@ class Chains:
             values.append(now)
         return values
 
-    def next_stages(self, node: _Node) -> list[tuple[float, _Node]]:
+    def next_stages(self, node: _PartialChain) -> list[tuple[float, _PartialChain]]:
         """Each way to go on from a partial choice, with the bound of the best of its completions."""
         found = []
         for which, table in enumerate(self.problem.tables):
@@ -144,7 +144,7 @@ class Chains:
                 if math.isfinite(bounds[end]):
                     stage = ChosenStage(node.layer, end, table, start)
                     largest = max(node.largest, float(own[end]))
-                    child = _Node(
+                    child = _PartialChain(
                         end, node.position + taken, node.left - 1, float(passed[end]), largest, (*node.stages, stage)
                     )
                     found.append((float(bounds[end]), child))
@@ -152,7 +152,7 @@ class Chains:
 
 
 @dataclass(frozen=True, eq=False)
-class _Node:
+class _PartialChain:
     """The first stages of a pipeline."""
 
     layer: int
@@ -170,7 +170,7 @@ class BestFirst:
         self.chains, self.stages, self.most_expanded = chains, stages, most_expanded
         self._count = itertools.count()
         least = chains.least(stages)
-        root = _Node(0, 0, stages)
+        root = _PartialChain(0, 0, stages)
         self._heap = [(least, 0, next(self._count), root)] if math.isfinite(least) else []
 
     @property

@@ -29,7 +29,7 @@ from autoshard.stage_search.tables import StageTable, is_within_memory
 from autoshard.stage_search.whole_layers import Ending, LayerLimit, least_per_layer
 
 MOST_PROGRAMS = 40  # one after the other, each with more paths
-NEAR = 1e-3  # by which share of it the makespan may be missed
+MAKESPAN_TOLERANCE = 1e-3  # by which share of it the makespan may be missed
 _PROGRAM_ERROR = 1e-6  # by which share the solver may be wrong
 
 
@@ -46,7 +46,7 @@ class LayerShare:
 
 
 @dataclass
-class _Rows:
+class _Inequalities:
     """Inequalities `sum of coefficients * variables <= bound`, sparse."""
 
     row: list[int] = field(default_factory=list)
@@ -60,6 +60,12 @@ class _Rows:
             self.column.append(column)
             self.value.append(value)
         self.bound.append(bound)
+
+    def matrix(self, columns: int) -> Any:
+        """The coefficients, [inequality, variable]."""
+        from scipy.sparse import coo_array
+
+        return coo_array((self.value, (self.row, self.column)), shape=(len(self.bound), columns)).tocsr()
 
 
 def fractional_bound(
@@ -76,75 +82,13 @@ def fractional_bound(
         has_tasks: whether the order of tasks counts, as far as `MOST_PROGRAMS` see it.
         limit: holds for every choice that takes less than its seconds. The bound is then no more than these seconds.
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_array
-
-    made, segments = facts.schedule, _segments(problem, len(ending))
-    shares = _shares(problem, segments, ending)
-    kinds = "FBW" if made.has_weight_tasks else "FB"
-    stages = len(made.placement)
-    # Variables: seconds of tasks by stage and kind, layers by share, the makespan, the step.
-    duration = {(kind, v): i * stages + v for i, kind in enumerate(kinds) for v in range(stages)}
-    first_share = len(duration)
-    makespan = first_share + len(shares)
-    step = makespan + 1
-    rows = _Rows()
-    lag = least_lags(problem, made)
-    _add_up_tasks(rows, problem, made, lag, duration, makespan)
-    by_stage: list[list[int]] = [[] for _ in range(stages)]
-    for i, share in enumerate(shares):
-        by_stage[share.stage].append(i)
-    for v, own in enumerate(by_stage):
-        for kind in kinds:
-            taken = [(first_share + i, shares[i].seconds[kind]) for i in own]
-            rows.add([*taken, (duration[kind, v], -1.0)], 0.0)
-        rows.add([(first_share + i, -1.0) for i in own], -1.0)  # a stage has a layer or more
-    for device in range(made.stages):
-        here = [v for v, home in enumerate(made.placement) if home == device]
-        tables = problem.table_of(problem.starts[here[0]])
-        if not tables:
-            return float("inf")
-        memory = max(table.shape.memory_bytes for table in tables)
-        working = min(float(np.nanmin(table.working_bytes)) for table in tables)
-        once = [(first_share + i, shares[i].after) for v in here for i in by_stage[v]]
-        rows.add([*once, (makespan, 1.0), (step, -1.0)], 0.0)
-        for state in fullest_states(facts.in_flight[device]):
-            held = [
-                (first_share + i, (shares[i].fixed_bytes + flying * shares[i].microbatch_bytes) / memory)
-                for v, flying in zip(here, state, strict=True)
-                for i in by_stage[v]
-            ]
-            rows.add(held, 1.0 - working / memory)
-        if limit is not None:
-            limited = {number for number, segment in enumerate(segments) if segment[0] in limit.layers}
-            dealt = [(first_share + i, 1.0) for v in here for i in by_stage[v] if shares[i].segment in limited]
-            rows.add(dealt, float(limit.most[device]))
-    totals = _Rows()
-    for number, segment in enumerate(segments):
-        parts = [(first_share + i, 1.0) for i, share in enumerate(shares) if share.segment == number]
-        if not parts:
-            return float("inf")
-        totals.add(parts, float(len(segment)))
-    least = np.zeros(step + 1)
-    least[:first_share] = problem.space.least_task_seconds
-    cost = np.zeros(step + 1)
-    cost[step] = 1.0
-
-    def matrix(some: _Rows) -> coo_array:
-        return coo_array((some.value, (some.row, some.column)), shape=(len(some.bound), step + 1)).tocsr()
-
+    program = _LayerProgram(problem, facts, ending, limit)
+    if not program.add_devices() or not program.add_totals():
+        return float("inf")
     below = np.inf if limit is None else limit.seconds
-    orders, bound = _Orders(facts.graph, lag), 0.0
+    orders, bound = _TaskOrders(facts.graph, program.lag), 0.0
     for _ in range(MOST_PROGRAMS if has_tasks else 1):
-        found = linprog(
-            cost,
-            A_ub=matrix(rows),
-            b_ub=rows.bound,
-            A_eq=matrix(totals),
-            b_eq=totals.bound,
-            bounds=np.stack([least, np.full(step + 1, np.inf)], axis=1),
-            method="highs",
-        )
+        found = program.solved()
         if found.status == 2:  # infeasible
             return float(below)
         if found.status != 0:
@@ -152,15 +96,107 @@ def fractional_bound(
         bound = max(bound, float(found.fun) * (1.0 - _PROGRAM_ERROR))
         if bound >= below or not has_tasks:
             break
-        seconds, paths = orders.last_paths({key: float(found.x[column]) for key, column in duration.items()})
-        if seconds <= float(found.x[makespan]) * (1.0 + NEAR):
+        seconds, paths = orders.last_paths({key: float(found.x[column]) for key, column in program.duration.items()})
+        if seconds <= float(found.x[program.makespan]) * (1.0 + MAKESPAN_TOLERANCE):
             break
         for path, travel in paths:
-            rows.add([*((duration[key], float(count)) for key, count in path.items()), (makespan, -1.0)], -travel)
+            program.add_path(path, travel)
     return min(bound, float(below))
 
 
-class _Orders:
+class _LayerProgram:
+    """The linear program: columns for seconds of tasks by stage and kind, layers by share, the makespan, the step."""
+
+    def __init__(self, problem: ChunkProblem, facts: ScheduleFacts, ending: Ending, limit: LayerLimit | None) -> None:
+        self.problem, self.facts, self.limit = problem, facts, limit
+        schedule = facts.schedule
+        self.segments = _segments(problem, len(ending))
+        self.shares = _shares(problem, self.segments, ending)
+        self.kinds = "FBW" if schedule.has_weight_tasks else "FB"
+        stages = len(schedule.placement)
+        self.duration = {(kind, v): i * stages + v for i, kind in enumerate(self.kinds) for v in range(stages)}
+        self.first_share = len(self.duration)
+        self.makespan = self.first_share + len(self.shares)
+        self.step = self.makespan + 1
+        self.rows, self.totals = _Inequalities(), _Inequalities()
+        self.lag = least_lags(problem, schedule)
+        self.by_stage: list[list[int]] = [[] for _ in range(stages)]
+        for i, share in enumerate(self.shares):
+            self.by_stage[share.stage].append(i)
+        _add_up_tasks(self.rows, problem, schedule, self.lag, self.duration, self.makespan)
+        self._add_stages()
+
+    def _add_stages(self) -> None:
+        """A stage takes what its shares of layers take, and has a layer or more."""
+        for v, own in enumerate(self.by_stage):
+            for kind in self.kinds:
+                taken = [(self.first_share + i, self.shares[i].seconds[kind]) for i in own]
+                self.rows.add([*taken, (self.duration[kind, v], -1.0)], 0.0)
+            self.rows.add([(self.first_share + i, -1.0) for i in own], -1.0)
+
+    def add_devices(self) -> bool:
+        """Adds what devices hold, and what they do once per step; whether each has a table."""
+        placement = self.facts.schedule.placement
+        for device in range(self.facts.schedule.stages):
+            here = [v for v, home in enumerate(placement) if home == device]
+            tables = self.problem.table_of(self.problem.starts[here[0]])
+            if not tables:
+                return False
+            self._add_device(device, here, tables)
+        return True
+
+    def _add_device(self, device: int, here: Sequence[int], tables: Sequence[StageTable]) -> None:
+        rows, shares, first = self.rows, self.shares, self.first_share
+        memory = max(table.shape.memory_bytes for table in tables)
+        working = min(float(np.nanmin(table.working_bytes)) for table in tables)
+        once = [(first + i, shares[i].after) for v in here for i in self.by_stage[v]]
+        rows.add([*once, (self.makespan, 1.0), (self.step, -1.0)], 0.0)
+        for state in fullest_states(self.facts.in_flight[device]):
+            held = [
+                (first + i, (shares[i].fixed_bytes + flying * shares[i].microbatch_bytes) / memory)
+                for v, flying in zip(here, state, strict=True)
+                for i in self.by_stage[v]
+            ]
+            rows.add(held, 1.0 - working / memory)
+        if self.limit is not None:
+            limited = {number for number, segment in enumerate(self.segments) if segment[0] in self.limit.layers}
+            dealt = [(first + i, 1.0) for v in here for i in self.by_stage[v] if shares[i].segment in limited]
+            rows.add(dealt, float(self.limit.most[device]))
+
+    def add_totals(self) -> bool:
+        """Adds that every layer is on some device; whether each can be."""
+        for number, segment in enumerate(self.segments):
+            parts = [(self.first_share + i, 1.0) for i, share in enumerate(self.shares) if share.segment == number]
+            if not parts:
+                return False
+            self.totals.add(parts, float(len(segment)))
+        return True
+
+    def add_path(self, path: Mapping[Any, int], travel: float) -> None:
+        """Adds that the tasks on a path, with these seconds of transfers, take no longer than the makespan."""
+        terms = [(self.duration[key], float(count)) for key, count in path.items()]
+        self.rows.add([*terms, (self.makespan, -1.0)], -travel)
+
+    def solved(self) -> Any:
+        """What `linprog` returns."""
+        from scipy.optimize import linprog
+
+        least = np.zeros(self.step + 1)
+        least[: self.first_share] = self.problem.space.least_task_seconds
+        cost = np.zeros(self.step + 1)
+        cost[self.step] = 1.0
+        return linprog(
+            cost,
+            A_ub=self.rows.matrix(self.step + 1),
+            b_ub=self.rows.bound,
+            A_eq=self.totals.matrix(self.step + 1),
+            b_eq=self.totals.bound,
+            bounds=np.stack([least, np.full(self.step + 1, np.inf)], axis=1),
+            method="highs",
+        )
+
+
+class _TaskOrders:
     """The tasks of a schedule in their orders."""
 
     def __init__(self, graph: OperationGraph, lag: Mapping[tuple[str, int, int], float]) -> None:
@@ -208,7 +244,7 @@ class _Orders:
 
 
 def _add_up_tasks(
-    rows: _Rows,
+    rows: _Inequalities,
     problem: ChunkProblem,
     made: Schedule,
     lag: Mapping[tuple[str, int, int], float],

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.chunks import ChunkProblem, balanced, mean_bound
-from autoshard.stage_search.fitting import within_memory
-from autoshard.stage_search.polishing import polished
-from autoshard.stage_search.room import RoomForLayers
+from autoshard.stage_search.fit_memory import within_memory
+from autoshard.stage_search.layer_capacity import RoomForLayers
+from autoshard.stage_search.local_moves import polished
 from autoshard.stage_search.simulating import (
     estimated_seconds,
     in_flight_of,
@@ -33,10 +33,12 @@ from autoshard.stage_search.tables import StageSpace, StageTable
 from autoshard.stage_search.tightening import KindBound
 from autoshard.stage_search.whole_layers import WholeLayers
 
-_APART = 0.01  # of the work: gradients of weights that take less are as good as none
-_PROGRAMS = 0.03  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
+_NEGLIGIBLE_WEIGHT_SHARE = 0.01  # of the work: gradients of weights that take less are as good as none
+_PROGRAM_TASK_SHARE = 0.03  # of the tasks: so many in linear programs for bounds, where a task takes 300 microseconds
 _LARGEST_PROGRAM = 6_000  # tasks: what programs take grows faster than they do
-_NEAR_BEST = 1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
+_PROMISING_FACTOR = (
+    1.1  # a choice that is estimated, or simulated, to take so many times as long may still lead to the best
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class SearchMemory:
         }
 
 
-class Kind:
+class PipelineKind:
     """Choices that differ in cuts and sub-meshes alone."""
 
     def __init__(self, schedule: str, chunks: int, microbatches: int, stages: int) -> None:
@@ -109,7 +111,7 @@ class Kind:
         return 0
 
 
-class ChainKind(Kind):
+class ChainPipelines(PipelineKind):
     """One virtual stage per device."""
 
     def __init__(self, chains: Chains, schedule: str, stages: int) -> None:
@@ -126,7 +128,7 @@ class ChainKind(Kind):
         return self._leaves.next(below)
 
 
-class ChunkKind(Kind):
+class ChunkPipelines(PipelineKind):
     """Several virtual stages per device: one choice, and the moves from these."""
 
     def __init__(
@@ -206,7 +208,7 @@ def search_stages(
     found = StageSearchResult(None, math.inf, (), 0)
     memory = SearchMemory() if memory is None else memory
     for some in _useful(space):
-        found = _Search(some, settings or SearchSettings(), memory).result()
+        found = _StageSearch(some, settings or SearchSettings(), memory).result()
         if found.best is not None:
             break
     return found
@@ -222,12 +224,12 @@ def _useful(space: StageSpace) -> list[StageSpace]:
     work = max(float(np.max(table.work, where=np.isfinite(table.work), initial=0.0)) for table in tables)
     forms = {one: schedule_form(one[0], 2, one[1]) for one in space.schedules}
     plain = [one for one, form in forms.items() if form is None or not form.has_weight_tasks]
-    if apart > _APART * work or not plain or len(plain) == len(forms):
+    if apart > _NEGLIGIBLE_WEIGHT_SHARE * work or not plain or len(plain) == len(forms):
         return [space]
     return [replace(space, schedules=plain), space]
 
 
-class _Search:
+class _StageSearch:
     def __init__(self, space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> None:
         self.space, self.settings, self.memory = space, settings, memory
         self.tasks = 0
@@ -258,12 +260,16 @@ class _Search:
     def _is_late(self) -> bool:
         return time.monotonic() > self.settings.until
 
-    def _look_at_first_choices(self, kinds: Sequence[Kind], share: float) -> None:
+    def _look_at_first_choices(self, kinds: Sequence[PipelineKind], share: float) -> None:
         """Simulates the first choice of each kind, in the order of what they are estimated to take."""
         first: list[tuple[float, int, PipelineChoice]] = []
         least = math.inf
         for kind in sorted(kinds, key=lambda kind: kind.estimate):
-            if kind.estimate >= least * _NEAR_BEST or not math.isfinite(kind.estimate) or (first and self._is_late()):
+            if (
+                kind.estimate >= least * _PROMISING_FACTOR
+                or not math.isfinite(kind.estimate)
+                or (first and self._is_late())
+            ):
                 break
             stages = kind.next(math.inf)
             if stages is not None:
@@ -271,7 +277,7 @@ class _Search:
                 first.append((estimated_seconds(self.space, choice), len(first), choice))
                 least = min(least, first[-1][0])
         for estimate, _, choice in sorted(first, key=lambda one: one[:2]):
-            if estimate >= self.incumbent * _NEAR_BEST or (self.best is not None and not self._may_go_on(share)):
+            if estimate >= self.incumbent * _PROMISING_FACTOR or (self.best is not None and not self._may_go_on(share)):
                 return
             self._take(self.simulate(choice))
 
@@ -281,10 +287,10 @@ class _Search:
             (one for one in self.seen.values() if one is not None and one.fits), key=lambda one: one.seconds
         )
         for one in _best_of_kinds(fitting)[: self.settings.polished]:
-            if one.seconds < self.incumbent * _NEAR_BEST:
+            if one.seconds < self.incumbent * _PROMISING_FACTOR:
                 self._take(polished(self.space, one, self.simulate, lambda: self._may_go_on(share)))
 
-    def _look_further(self, kinds: Sequence[Kind], share: float) -> None:
+    def _look_further(self, kinds: Sequence[PipelineKind], share: float) -> None:
         """Simulates choices of the kind with the least bound until none can be better, or the tasks are used up."""
         waiting = [kind for kind in kinds if math.isfinite(kind.bound)]
         while waiting and (self.best is None or self._may_go_on(share)):
@@ -299,9 +305,12 @@ class _Search:
             if found is self.best and found is not None:
                 self._take(polished(self.space, found, self.simulate, lambda: self._may_go_on(share)))
 
-    def _tighten(self, kinds: Sequence[Kind]) -> None:
+    def _tighten(self, kinds: Sequence[PipelineKind]) -> None:
         """Raises the least bound for as long as it can be, and is far from the best choice."""
-        left, enough = _PROGRAMS * self.settings.most_tasks, self.incumbent * (1 - self.settings.gap_of_programs)
+        left, enough = (
+            _PROGRAM_TASK_SHARE * self.settings.most_tasks,
+            self.incumbent * (1 - self.settings.gap_of_programs),
+        )
         while left > 0 and kinds and not self._is_late():
             kind = min(kinds, key=lambda one: one.bound)
             taken = kind.tighten(left, enough) if kind.bound < enough else 0
@@ -334,7 +343,7 @@ def _best_of_kinds(fitting: list[SimulatedChoice]) -> tuple[SimulatedChoice, ...
     return tuple(found.values())
 
 
-def kinds_of(space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> Iterator[Kind]:
+def kinds_of(space: StageSpace, settings: SearchSettings, memory: SearchMemory) -> Iterator[PipelineKind]:
     """Every kind of pipeline in a space."""
     plain = [name for name, chunks in space.schedules if chunks == 1]
     chunked = [(name, chunks) for name, chunks in space.schedules if chunks > 1]
@@ -357,7 +366,7 @@ def _chain_kinds(
     schedules: list[str],
     stages: int | None,
     most: int,
-) -> Iterator[Kind]:
+) -> Iterator[PipelineKind]:
     known: dict[tuple[bool, bool], Chains] = {}
     # What follows a stage has to come back before its first backward task: so many microbatches may be in flight, and
     # no schedule of these makes do with fewer.
@@ -374,7 +383,7 @@ def _chain_kinds(
                     problem = ChainProblem(space, microbatches, tables, most, in_flight, split, without)
                     known[split, without] = Chains(problem)
             chains = (known[split, without] for without in (False, True) if (split, without) in known)
-            yield ChainKind(max(chains, key=lambda one: one.least(count)), name, count)
+            yield ChainPipelines(max(chains, key=lambda one: one.least(count)), name, count)
 
 
 def _chunk_kinds(
@@ -384,7 +393,7 @@ def _chunk_kinds(
     schedules: list[tuple[str, int]],
     stages: int,
     memory: SearchMemory,
-) -> Iterator[Kind]:
+) -> Iterator[PipelineKind]:
     known: dict[bool, WholeLayers] = {}
     for name, chunks in schedules:
         if stages * chunks > space.layers:
@@ -394,7 +403,7 @@ def _chunk_kinds(
             split = form.has_weight_tasks
             if split not in known:
                 known[split] = WholeLayers.of(space, microbatches, tables, has_weight_tasks=split)
-            yield ChunkKind(ChunkProblem(space, form, microbatches, tables), known[split], name, chunks, memory)
+            yield ChunkPipelines(ChunkProblem(space, form, microbatches, tables), known[split], name, chunks, memory)
 
 
 def families(

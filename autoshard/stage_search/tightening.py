@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autoshard.stage_search.chunks import ChunkProblem
 from autoshard.stage_search.fractional import fractional_bound
-from autoshard.stage_search.room import RoomForLayers
+from autoshard.stage_search.layer_capacity import RoomForLayers
 from autoshard.stage_search.simulating import ScheduleFacts
 from autoshard.stage_search.whole_layers import LAST_LAYERS, Ending, LayerLimit, WholeLayers, endings
 
@@ -32,7 +32,7 @@ class KindBound:
         """
         self._problem, self._whole, self._room, self._estimate, self._enough = problem, whole, room, estimate, enough
         self._parts = self._by_ending(0.0)
-        whole_kind = _Part(problem, whole, (0,), estimate, self.seconds)
+        whole_kind = _EndingBound(problem, whole, (0,), estimate, self.seconds)
         # A limit of layers does little before it is known where the last ones are.
         if whole_kind.programs[-1].limit is None and sum(part.bound < enough for part in self._parts) > 1:
             self._parts = [whole_kind]
@@ -63,15 +63,15 @@ class KindBound:
         part.solve(self._problem, facts)
         return tasks
 
-    def _by_ending(self, known: float) -> list[_Part]:
+    def _by_ending(self, known: float) -> list[_EndingBound]:
         problem, found = self._problem, []
         for ending in endings(problem.space.layers, len(problem.form.placement), LAST_LAYERS):
             least = max(known, self._room.bound(ending, self._enough))
-            found.append(_Part(problem, self._whole, ending, self._estimate, least))
+            found.append(_EndingBound(problem, self._whole, ending, self._estimate, least))
         return found
 
 
-class _Part:
+class _EndingBound:
     """The choices of a kind whose last layers are cut in one way, or in any with the ending (0,)."""
 
     def __init__(
@@ -80,10 +80,10 @@ class _Part:
         self.ending = ending
         self.bound = max(known, whole.bound(problem.form.placement, ending))
         limit = whole.limit(problem.form.placement, ending)
-        self.programs = [_Program(None, True), _Program(None, False)]
+        self.programs = [_BoundProgram(None, True), _BoundProgram(None, False)]
         if limit is not None and limit.seconds > self.bound:
             limits = (None, limit) if limit.seconds >= estimate else (limit, None)
-            self.programs = [_Program(one, has_tasks) for has_tasks in (True, False) for one in limits]
+            self.programs = [_BoundProgram(one, has_tasks) for has_tasks in (True, False) for one in limits]
 
     def solve(self, problem: ChunkProblem, facts: ScheduleFacts) -> None:
         """Raises the bound to that of the next program."""
@@ -98,7 +98,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Program:
+class _BoundProgram:
     """A program for a bound: within a limit of layers per device or without, with tasks or small."""
 
     limit: LayerLimit | None

@@ -11,25 +11,25 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, evaluated, is_array
-from autoshard.microbatches.forms import Form, StepForms, VariableNumbers
+from autoshard.microbatches.canonical_forms import Form, StepForms, VariableNumbers
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.microbatch import Microbatch
-from autoshard.microbatches.relations import Invariant, Partial, Rows
-from autoshard.microbatches.rows import Place, taken
-from autoshard.stages.placement.after import AfterLoop
+from autoshard.microbatches.relations import BatchRows, Invariant, PartialResult
+from autoshard.microbatches.rows import MicrobatchPlace, taken
+from autoshard.stages.placement.after_loop import AfterLoop
 from autoshard.stages.programs import MICROBATCH, Key, StageProgram
-from autoshard.stages.roles import Roles, variables
+from autoshard.stages.roles import PipelineRoles, variables
 
 
 @dataclass(frozen=True)
-class Names:
+class VariableKeys:
     """Keys of variables of the whole step."""
 
     outside: Mapping[Var, Key]  # arguments, pieces and constants
     numbers: Mapping[Var, int]  # of all others
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr, pieces: Sequence[Var], equations: Sequence[JaxprEqn]) -> Names:
+    def of(cls, jaxpr: Jaxpr, pieces: Sequence[Var], equations: Sequence[JaxprEqn]) -> VariableKeys:
         outside = {var: Key("argument", i) for i, var in enumerate(jaxpr.invars)}
         outside |= {var: Key("constant", i) for i, var in enumerate(jaxpr.constvars)}
         outside |= {var: Key("piece", i) for i, var in enumerate(pieces)}
@@ -48,8 +48,8 @@ class Builder:
     """Makes the programs of all stages of one step."""
 
     step: MicrobatchedStep
-    names: Names
-    roles: Roles
+    names: VariableKeys
+    roles: PipelineRoles
     apart: frozenset[int] = frozenset()  # equations before the loop that no program makes itself
     types: dict[Key, Any] = field(default_factory=dict)  # of all inputs and outputs so far
     _traced: dict[Form, ClosedJaxpr] = field(default_factory=dict, repr=False)  # like programs are one jaxpr
@@ -137,18 +137,18 @@ class Builder:
         made_bare = [var for i in bare for var in step.equations[i].outvars]
         read = [var for var in read if var not in made_bare]
         keys = [names.outside.get(var) or names.key("value" if step.in_loop(var) else "early", var) for var in read]
-        summed = [var for var in sums if isinstance(step.proof.relations[var], Partial)]
+        summed = [var for var in sums if isinstance(step.proof.relations[var], PartialResult)]
         for var, key in zip(read, keys, strict=True):
             self.types.setdefault(key, _struct(aval_of(step.twins[var] if step.in_loop(var) else var)))
         for var in summed:
             self.types.setdefault(names.key("sum", var), _struct(jax.eval_shape(lambda var=var: step.start(var))))
         self.types[MICROBATCH] = jax.ShapeDtypeStruct((), jnp.int32)
-        taken_rows = [not step.in_loop(var) and isinstance(step.proof.relations[var], Rows) for var in read]
-        asks = Microbatch(step.proof, step.split, Place(0, 0)).is_touched
+        taken_rows = [not step.in_loop(var) and isinstance(step.proof.relations[var], BatchRows) for var in read]
+        asks = Microbatch(step.proof, step.split, MicrobatchPlace(0, 0)).is_touched
         has_index = any(taken_rows) or any(asks((i,)) for i in equations)
 
         def run(*arrays: Any) -> list[Any]:
-            place = Place(arrays[0] if has_index else 0, 0)
+            place = MicrobatchPlace(arrays[0] if has_index else 0, 0)
             arrays = arrays[has_index:]
             env: dict[Var, Any] = {}
             for var, array, has_rows in zip(read, arrays, taken_rows, strict=False):

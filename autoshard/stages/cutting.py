@@ -12,21 +12,21 @@ import jax
 from autoshard.errors import StageError
 from autoshard.jaxprs import ClosedJaxpr, Literal, Var, aval_of, is_array, scan_counts, with_live_equations
 from autoshard.microbatches.batch import traced_in_part
+from autoshard.microbatches.inline_calls import opened
 from autoshard.microbatches.loop import MicrobatchedStep
-from autoshard.microbatches.opening import opened
 from autoshard.microbatches.proof import Proof, proof
-from autoshard.microbatches.relations import Invariant, Rows
+from autoshard.microbatches.relations import BatchRows, Invariant
 from autoshard.microbatches.rows import Microbatches
 from autoshard.microbatches.statistics import in_pieces
 from autoshard.program.tracing import TracedStep
-from autoshard.stages.building import Builder, Names
-from autoshard.stages.placement.after import AfterLoop, after_loop
+from autoshard.stages.building import Builder, VariableKeys
+from autoshard.stages.placement.after_loop import AfterLoop, after_loop
 from autoshard.stages.placement.assignment import stages_of
 from autoshard.stages.placement.recomputing import ApartStep, CutChoice
 from autoshard.stages.placement.residuals import kept_values
-from autoshard.stages.programs import Key, Piece, StagePrograms
-from autoshard.stages.roles import Roles, bytes_of, variables
-from autoshard.stages.stacks import Bounds, Origin, taken_apart
+from autoshard.stages.programs import ArgumentPiece, Key, StagePrograms
+from autoshard.stages.roles import PipelineRoles, bytes_of, variables
+from autoshard.stages.stacks import Bounds, EquationOrigin, taken_apart
 from autoshard.stages.units import Units, units_of
 
 
@@ -52,26 +52,26 @@ class CuttableStep:
         return cls(name, whole, part, split, carried)
 
     @cached_property
-    def roles(self) -> Roles:
+    def roles(self) -> PipelineRoles:
         """
         Raises:
             StageError: a microbatch would have to wait for all of the one before.
         """
         found = _proof(self.whole, self.part, self.split)
-        return Roles(MicrobatchedStep(self.whole.jaxpr, self.part.jaxpr, self.split, found), self.held)
+        return PipelineRoles(MicrobatchedStep(self.whole.jaxpr, self.part.jaxpr, self.split, found), self.held)
 
     def units(self, least: int = 1) -> Units:
         """Where the forward pass may be cut: into `least` units or more, if it has so much work apart."""
         return units_of(self.roles, least)
 
 
-Pins = Callable[[Roles, Sequence[Origin]], Mapping[int, int]]
+Pins = Callable[[PipelineRoles, Sequence[EquationOrigin]], Mapping[int, int]]
 """The equations of a step and where they come from -> the stage of backward equations, of those where that is said."""
 
 
 def cut(
     step: CuttableStep,
-    boundaries: Sequence[Origin],
+    boundaries: Sequence[EquationOrigin],
     *,
     weight_programs: bool = False,
     pins: Pins | None = None,
@@ -100,13 +100,13 @@ def cut(
     roles, held = step.roles, frozenset(i for i, one in enumerate(whole.origins) if one.equation in step.held)
     if bounds or again is not None:
         found = _proof(whole.closed, part, step.split)
-        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.jaxpr, step.split, found), held)
+        roles = PipelineRoles(MicrobatchedStep(whole.closed.jaxpr, part.jaxpr, step.split, found), held)
     stages = stages_of(roles, whole.origins, boundaries, pins(roles, whole.origins) if pins is not None else None)
     late = _settle_sums(roles, stages)
     if late:
         places = [Invariant.AFTER if i in late else place for i, place in enumerate(roles.step.proof.places)]
         found = replace(roles.step.proof, places=places)
-        roles = Roles(MicrobatchedStep(whole.closed.jaxpr, part.jaxpr, step.split, found), held)
+        roles = PipelineRoles(MicrobatchedStep(whole.closed.jaxpr, part.jaxpr, step.split, found), held)
         stages = {i: stages[i] for i in roles.loop if i in stages}
     made = _Cut(step, whole, roles, stages, boundaries, weight_programs, are_alike).programs()
     return made if again is None else replace(made, recomputed=again.summary)
@@ -127,7 +127,7 @@ def _proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
     return found
 
 
-def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
+def _bounds(roles: PipelineRoles, boundaries: Sequence[EquationOrigin]) -> dict[int, Bounds]:
     """Scan -> where it is taken apart."""
     inside: dict[int, list[int]] = {}
     for boundary in boundaries:
@@ -137,7 +137,7 @@ def _bounds(roles: Roles, boundaries: Sequence[Origin]) -> dict[int, Bounds]:
     return {i: (0, *sorted(inside[first]), lengths[i]) for i, first in roles.stacks.items() if first in inside}
 
 
-def _settle_sums(roles: Roles, stages: dict[int, int]) -> frozenset[int]:
+def _settle_sums(roles: PipelineRoles, stages: dict[int, int]) -> frozenset[int]:
     """Gives stages to equations that add up sums of one stage. The others run after the last microbatch."""
     late: set[int] = set()
     for i in roles.loop:
@@ -159,9 +159,9 @@ class _Cut:
         self,
         step: CuttableStep,
         whole: Any,
-        roles: Roles,
+        roles: PipelineRoles,
         stages: Mapping[int, int],
-        boundaries: Sequence[Origin],
+        boundaries: Sequence[EquationOrigin],
         has_weights: bool,
         are_alike: bool,
     ):
@@ -174,7 +174,7 @@ class _Cut:
         known = self.step.proof.running
         if in_turn := {piece: made for piece, made in self.carried_pairs() if self.argument_of(piece) in known.results}:
             self.step.proof = replace(self.step.proof, running=in_pieces(known, in_turn))
-        self.names = Names.of(self.jaxpr, self.pieces, self.step.equations)
+        self.names = VariableKeys.of(self.jaxpr, self.pieces, self.step.equations)
         self.outside = set(self.names.outside)
         self.builder = Builder(self.step, self.names, roles, self.sliced() if are_alike else frozenset())
 
@@ -287,7 +287,8 @@ class _Cut:
         for var, key in self.names.outside.items():
             types.setdefault(key, _struct(aval_of(var)))
         pieces = tuple(
-            Piece(self.jaxpr.invars.index(one.argument), one.start, one.stop) for one in self.apart.slices.values()
+            ArgumentPiece(self.jaxpr.invars.index(one.argument), one.start, one.stop)
+            for one in self.apart.slices.values()
         )
         made = StagePrograms(
             self.source.name,
@@ -349,7 +350,7 @@ class _Cut:
         found: dict[Var, int] = {}
         for i, stage in sorted(self.stages.items()):
             for var in self.builder.outside_behind(self.roles.inputs(i)):
-                is_rows = isinstance(self.step.proof.relations[var], Rows)
+                is_rows = isinstance(self.step.proof.relations[var], BatchRows)
                 if not is_rows and aval_of(var).shape:
                     found[var] = min(stage, found.get(var, stage))
         return found
@@ -360,7 +361,7 @@ class _Cut:
         found: dict[Key, int] = {}
         for i, stage in self.stages.items():
             for var in self.builder.outside_behind(self.roles.inputs(i)):
-                if isinstance(self.step.proof.relations[var], Rows) and var not in taken:
+                if isinstance(self.step.proof.relations[var], BatchRows) and var not in taken:
                     key = self.names.outside[var]
                     found[key] = min(stage, found.get(key, stage))
         return found
@@ -384,7 +385,7 @@ class _Cut:
         return found
 
 
-def _behind_free(roles: Roles, variables: Sequence[Var]) -> list[Var]:
+def _behind_free(roles: PipelineRoles, variables: Sequence[Var]) -> list[Var]:
     """Values that stages make, behind equations that every stage computes itself: free ones read no such values."""
     return [var for var in variables if var in roles.makers and roles.makers[var] not in roles.free]
 

@@ -24,8 +24,8 @@ from autoshard.program import Program
 from autoshard.stage_planning.costs import SubMeshModel
 from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
+from autoshard.stages.stage_layouts import StageLayouts, in_planning_order
 from autoshard.stages.stage_tactics import StageTactics
-from autoshard.stages.traced import StageLayouts, in_planning_order
 from autoshard.tactics import TacticLike
 from autoshard.user_plan import Plan
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from autoshard.jaxprs import ClosedJaxpr, array_bytes
 from autoshard.stages.roles import total_work
-from autoshard.stages.stacks import Origin
+from autoshard.stages.stacks import EquationOrigin
 
 LOOP = ("F", "B", "W")
 
@@ -61,7 +61,7 @@ MICROBATCH = Key("microbatch", 0)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ArgumentPiece:
     """Some trips of a stacked argument: its rows from `start` to `stop` along dim 0."""
 
     argument: int
@@ -126,14 +126,14 @@ class StagePrograms:
     loop: Mapping[tuple[str, int], StageProgram]  # kind and stage -> its program, of those that have one
     after: tuple[StageProgram, ...]  # in an order in which they can run
     types: Mapping[Key, Any] = field(repr=False)  # -> ShapeDtypeStruct of one microbatch's value, or of the whole array
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ArgumentPiece, ...]
     homes: Mapping[Key, int]  # argument, piece or constant -> the stage that keeps it between steps
     results: tuple[tuple[Key, ...] | Any, ...]  # per flat result its parts along dim 0; a number is a literal
     constants: tuple[Any, ...] = field(repr=False)
     carried: Mapping[Key, Key]  # argument or piece -> the value that takes its place in the next step
     operations: Mapping[Key, str]  # sum -> how microbatches make it: "add", "max", "min", "and", "or" or "last"
     batch: frozenset[int] = frozenset()  # arguments that have rows of the batch
-    boundaries: tuple[Origin, ...] = ()  # where stages begin in the whole step, all but the first
+    boundaries: tuple[EquationOrigin, ...] = ()  # where stages begin in the whole step, all but the first
     own_statistics: str = ""  # the statistics of which each microbatch has its own, in words
     recomputed: RecomputedBlocks | None = None  # None: what is kept is as the step is written
 

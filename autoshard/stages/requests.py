@@ -23,7 +23,7 @@ class PipelineRequest:
     backend: str = "programs"  # or "one_jit": all stages in one jitted program, in lockstep
 
     @classmethod
-    def of(cls, said: Any) -> PipelineRequest | None:
+    def of(cls, request: Any) -> PipelineRequest | None:
         """
         Raises:
             ArgumentError: an entry is unknown, missing, or of the wrong kind.
@@ -31,26 +31,26 @@ class PipelineRequest:
         >>> PipelineRequest.of({"stages": 2})
         PipelineRequest(stages=2, microbatches=4, schedule='1f1b', chunks=1, backend='programs')
         """
-        if said is None or isinstance(said, PipelineRequest):
-            return said
+        if request is None or isinstance(request, PipelineRequest):
+            return request
         known = [one.name for one in fields(cls)]
-        if not isinstance(said, dict) or "stages" not in said or said.keys() - set(known):
+        if not isinstance(request, dict) or "stages" not in request or request.keys() - set(known):
             raise ArgumentError(
-                f"pipeline={said!r}; a dict is needed with the number of stages, as in pipeline=dict(stages=4, "
+                f"pipeline={request!r}; a dict is needed with the number of stages, as in pipeline=dict(stages=4, "
                 f"microbatches=16, schedule='1f1b'). It may have {', '.join(known)}."
             )
         for name in ("stages", "microbatches", "chunks"):
-            count = said.get(name, 1)
+            count = request.get(name, 1)
             if not is_whole_number(count) or count < 1:
                 raise ArgumentError(f"pipeline: {name}={count!r}; how many is needed, 1 or more")
-            if name in said:
-                said = {**said, name: int(count)}
-        if said.get("microbatches", 2) < 2:
+            if name in request:
+                request = {**request, name: int(count)}
+        if request.get("microbatches", 2) < 2:
             raise ArgumentError(
                 "pipeline: microbatches=1; stages take 2 or more, since one alone keeps a single stage at work.\n"
                 "Use a number that divides the batch, two per stage or more, or leave pipeline= out."
             )
-        made = cls(**{"microbatches": 2 * said["stages"], **said})
+        made = cls(**{"microbatches": 2 * request["stages"], **request})
         if made.schedule in ASYNCHRONOUS:
             raise ArgumentError(
                 f"pipeline: schedule={made.schedule!r} changes weights while microbatches are in flight, which changes "

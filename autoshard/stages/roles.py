@@ -27,11 +27,11 @@ from autoshard.jaxprs import (
 from autoshard.mesh.compute import flops
 from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.proof import equation_of
-from autoshard.microbatches.relations import Partial, Rows
-from autoshard.primitives import Work, facts_of
+from autoshard.microbatches.relations import BatchRows, PartialResult
+from autoshard.primitives import FlopRule, facts_of
 
 # What costs memory bandwidth alone, so that the backward pass may do it again.
-_CHEAP_WORK = frozenset({Work.NONE, Work.PER_RESULT, Work.REDUCTION})
+_CHEAP_WORK = frozenset({FlopRule.NONE, FlopRule.PER_RESULT, FlopRule.REDUCTION})
 _LOOPS = frozenset({"cond", "scan", "while"})
 _NOT_AGAIN = frozenset({"gather", "scatter", "shard_map"})
 
@@ -78,7 +78,7 @@ def bytes_of(var: Any) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Roles:
+class PipelineRoles:
     """What the equations of the loop over microbatches are to a pipeline.
 
     Numbers of equations are indices into `step.equations`. The smaller trace, of one microbatch, has the same.
@@ -175,9 +175,9 @@ class Roles:
         found: set[int] = set()
         for i in self.loop:
             relations = [self.step.proof.relations[var] for var in self.inputs(i)]
-            if any(isinstance(one, Rows) for one in relations):
+            if any(isinstance(one, BatchRows) for one in relations):
                 continue
-            parts = [var for var, one in zip(self.inputs(i), relations, strict=True) if isinstance(one, Partial)]
+            parts = [var for var, one in zip(self.inputs(i), relations, strict=True) if isinstance(one, PartialResult)]
             if len(parts) > 1 or any(self.makers.get(var) in found for var in parts):
                 found.add(i)
         return frozenset(found)

@@ -39,7 +39,7 @@ _TOLD_BY_SHAPE = frozenset({"limit_indices", "new_sizes", "padding_config", "sha
 
 
 @dataclass(frozen=True)
-class Origin:
+class EquationOrigin:
     """Where an equation comes from: an equation of the whole step, and the first trip that it computes there."""
 
     equation: int
@@ -60,7 +60,7 @@ class TakenApart:
     """A step whose loops over layers are taken apart."""
 
     closed: ClosedJaxpr
-    origins: tuple[Origin, ...]  # per equation
+    origins: tuple[EquationOrigin, ...]  # per equation
     slices: Mapping[Var, Slice]  # variable -> the trips of an argument that it is
     joined: Mapping[Var, tuple[Any, ...]]  # variable -> the pieces that it is concatenated of
 
@@ -79,8 +79,8 @@ def taken_apart(closed: ClosedJaxpr, cuts: Mapping[int, Bounds]) -> TakenApart:
         cuts: index of a scan -> its bounds: the first trip of every piece, and the number of trips.
     """
     if not cuts:
-        return TakenApart(closed, tuple(map(Origin, range(len(equations_of(closed.jaxpr))))), {}, {})
-    walk = _Walk(closed, cuts)
+        return TakenApart(closed, tuple(map(EquationOrigin, range(len(equations_of(closed.jaxpr))))), {}, {})
+    walk = _StackWalk(closed, cuts)
     results = walk.run()
     jaxpr = closed.jaxpr.replace(eqns=walk.equations, outvars=results, debug_info=closed.jaxpr.debug_info)
     arguments = set(closed.jaxpr.invars)
@@ -95,31 +95,31 @@ def taken_apart(closed: ClosedJaxpr, cuts: Mapping[int, Bounds]) -> TakenApart:
     return TakenApart(ClosedJaxpr(jaxpr, closed.consts), tuple(walk.origins), slices, joined)
 
 
-class _Walk:
+class _StackWalk:
     """One walk over a jaxpr that writes it anew."""
 
     def __init__(self, closed: ClosedJaxpr, cuts: Mapping[int, Bounds]):
         self.jaxpr, self.cuts = closed.jaxpr, cuts
         self.equations: list[JaxprEqn] = []
-        self.origins: list[Origin] = []
+        self.origins: list[EquationOrigin] = []
         self.pieces: dict[Var, _Pieces] = {}
         self.whole: dict[Var, Any] = {}  # variables that are made otherwise now -> the whole array
         self.sliced: dict[tuple[Var, Bounds], tuple[Any, ...]] = {}
         self.makers: dict[Var, JaxprEqn] = {}
         self.first_trips: dict[jax.ShapeDtypeStruct, JaxprEqn] = {}  # type of an array -> what takes its first trip
-        self.at = Origin(0)
+        self.at = EquationOrigin(0)
 
     def run(self) -> list[Any]:
         self.take_arguments_apart()
         for i, eqn in enumerate(equations_of(self.jaxpr)):
-            self.at = Origin(i)
+            self.at = EquationOrigin(i)
             self.makers |= dict.fromkeys(eqn.outvars, eqn)
             if i in self.cuts:
                 self.scan(eqn, self.cuts[i])
             elif not self.in_pieces(eqn):
                 inputs = [self.plain(atom, eqn) for atom in eqn.invars]
                 self.emit(eqn if inputs == list(eqn.invars) else eqn.replace(invars=inputs))
-        self.at = Origin(len(equations_of(self.jaxpr)))
+        self.at = EquationOrigin(len(equations_of(self.jaxpr)))
         return [self.plain(atom, None) for atom in self.jaxpr.outvars]
 
     def take_arguments_apart(self) -> None:
@@ -134,7 +134,7 @@ class _Walk:
 
     def emit(self, eqn: JaxprEqn, trip: int = 0) -> None:
         self.equations.append(eqn)
-        self.origins.append(Origin(self.at.equation, trip))
+        self.origins.append(EquationOrigin(self.at.equation, trip))
 
     # Between whole arrays and pieces.
 

@@ -18,11 +18,11 @@ from autoshard.model.xla.backends import CPU, Backend
 from autoshard.program import Program
 from autoshard.propagation import rules_for
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.traced import program_of
+from autoshard.stages.stage_layouts import program_of
 from autoshard.tactics import TacticLike
-from autoshard.tactics.asking import TacticRequests
 from autoshard.tactics.parts import PartRoles, StepGroups, StepInterface, StepPart
-from autoshard.tactics.restriction import requests, within
+from autoshard.tactics.requests import TacticRequests
+from autoshard.tactics.restriction import tactic_requests, within
 from autoshard.tactics.roles import Roles
 
 
@@ -51,10 +51,10 @@ class StageTactics:
         asked, (parts, whole) = self._asked_on(mesh, backend), self._roles_on(mesh, backend)
         roles = PartRoles.of(self._interface, parts, self._number(program), formulation, mesh, whole)
         layouts = {
-            i: (_of_rows(layout) if key.kind == "piece" else layout, said_by)
+            i: (_of_rows(layout) if key.kind == "piece" else layout, requested_by)
             for i, key in enumerate(program.inputs)
             if (known := roles.inputs[i]) is not None and known in asked.layouts
-            for layout, said_by in [asked.layouts[known]]
+            for layout, requested_by in [asked.layouts[known]]
         }
         return within(formulation, roles, replace(asked, layouts=layouts), self.tactics)
 
@@ -92,7 +92,7 @@ class StageTactics:
         key = tuple(mesh.items())
         if key not in self._asked:
             _, roles = self._roles_on(mesh, backend)
-            self._asked[key] = requests(self.tactics, roles, mesh)
+            self._asked[key] = tactic_requests(self.tactics, roles, mesh)
         return self._asked[key]
 
     @cached_property

@@ -17,10 +17,10 @@ import numpy as np
 from autoshard.errors import StageError
 from autoshard.jaxprs import Var, scan_counts
 from autoshard.program.user_code import source_of
-from autoshard.stages.roles import Roles, bytes_of, variables, work
-from autoshard.stages.stacks import Origin
+from autoshard.stages.roles import PipelineRoles, bytes_of, variables, work
+from autoshard.stages.stacks import EquationOrigin
 
-_END = Origin(2**62)  # after every equation
+_END = EquationOrigin(2**62)  # after every equation
 _NEAR_BOUNDARIES = 8  # boundaries: a layer of a transformer has about as many products
 
 
@@ -29,7 +29,7 @@ class Unit:
     """What lies between two neighbouring boundaries of the forward pass. Never cut."""
 
     name: str  # the user's line where its work begins, and the trip of its loop over layers
-    start: Origin  # its first slot
+    start: EquationOrigin  # its first slot
     forward_flops: float  # of one microbatch
     backward_flops: float  # of one microbatch; its share of those of the whole backward pass
     parameter_bytes: int  # of the parameters that are first read here
@@ -45,7 +45,7 @@ class Units:
 
     units: tuple[Unit, ...]
 
-    def boundaries(self, first_units: Sequence[int]) -> tuple[Origin, ...]:
+    def boundaries(self, first_units: Sequence[int]) -> tuple[EquationOrigin, ...]:
         """Where stages begin that begin with these units.
 
         Args:
@@ -109,18 +109,18 @@ def _states(stages: int, units: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Slot:
-    origin: Origin
+class _ForwardSlot:
+    origin: EquationOrigin
     flops: float
     crossing: int  # bytes that cross the boundary before it
     name: str
     is_cheap: bool  # whether its work is elementwise
 
 
-class _Line:
+class _ForwardLine:
     """The forward pass as a line of slots."""
 
-    def __init__(self, roles: Roles):
+    def __init__(self, roles: PipelineRoles):
         self.roles, self.step = roles, roles.step
 
     @cached_property
@@ -137,16 +137,18 @@ class _Line:
             var: max(inside) for var, several in self.roles.readers.items() if (inside := own.intersection(several))
         }
 
-    def slots(self) -> list[_Slot]:
+    def slots(self) -> list[_ForwardSlot]:
         alive: dict[Var, int] = {}
-        found: list[_Slot] = []
+        found: list[_ForwardSlot] = []
         for i in self.forward:
             eqn, small = self.step.equations[i], self.step.small[i]
             trips = eqn.params["length"] if self.roles.stacks.get(i) == i else 1
             name, flops = str(source_of(eqn) or eqn.primitive.name), work(small) / trips
             crossing = sum(alive.values())
             cheap = i in self.roles.cheap
-            found.append(_Slot(Origin(i), flops, crossing, name + (" trip 0" if trips > 1 else ""), cheap))
+            found.append(
+                _ForwardSlot(EquationOrigin(i), flops, crossing, name + (" trip 0" if trips > 1 else ""), cheap)
+            )
             if trips > 1:
                 consts, carries = scan_counts(small)
                 carry = sum(map(bytes_of, small.outvars[:carries]))
@@ -155,7 +157,8 @@ class _Line:
                 ended = {var for var in first if self.last_readers[var] == i and var not in held}
                 inside = crossing - sum(first[var] for var in ended) + carry
                 found += [
-                    _Slot(Origin(i, trip), flops, inside, f"{name} trip {trip}", cheap) for trip in range(1, trips)
+                    _ForwardSlot(EquationOrigin(i, trip), flops, inside, f"{name} trip {trip}", cheap)
+                    for trip in range(1, trips)
                 ]
             alive = {var: size for var, size in alive.items() if self.last_readers[var] > i}
             for var in eqn.outvars:
@@ -190,7 +193,7 @@ class _Line:
             )
         return Units(tuple(units))
 
-    def sizes(self, slot: _Slot, seen: set[Var]) -> tuple[int, int]:
+    def sizes(self, slot: _ForwardSlot, seen: set[Var]) -> tuple[int, int]:
         """Bytes of parameters that are not in `seen` yet, and of what products make for the backward pass."""
         i = slot.origin.equation
         eqn, small = self.step.equations[i], self.step.small[i]
@@ -202,7 +205,7 @@ class _Line:
         return sum(map(bytes_of, read)) // trips, made // trips
 
 
-def _boundaries(slots: Sequence[_Slot], least: int) -> list[int]:
+def _boundaries(slots: Sequence[_ForwardSlot], least: int) -> list[int]:
     """The slots before which the line may be cut: one at most between two slots with work, where fewest bytes cross.
 
     Of these, one is left out if half as many bytes cross near it on either side, unless fewer than `least` remain.
@@ -225,6 +228,6 @@ def _boundaries(slots: Sequence[_Slot], least: int) -> list[int]:
     return good if len(good) + 1 >= least else found
 
 
-def units_of(roles: Roles, least: int = 1) -> Units:
+def units_of(roles: PipelineRoles, least: int = 1) -> Units:
     """Where the forward pass of a step may be cut: into `least` units or more, if it has so much work apart."""
-    return _Line(roles).units(least)
+    return _ForwardLine(roles).units(least)

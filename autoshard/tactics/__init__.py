@@ -8,7 +8,7 @@
 planner's choices become fewer in `restriction.py`.
 """
 
-from autoshard.tactics.asking import Step, StepArgument, TacticLike, is_tactic, text_of_tactic
+from autoshard.tactics.requests import Step, StepArgument, TacticLike, is_tactic, text_of_tactic
 from autoshard.tactics.restriction import Restricts, restricted
 from autoshard.tactics.roles import Dim, Roles, batch_dim
 from autoshard.tactics.schemes import (

@@ -17,9 +17,9 @@ import numpy as np
 
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.program import Program, Value
-from autoshard.tactics.roles import Dim, Roles, State, Work
+from autoshard.tactics.roles import Dim, GroupRole, Roles, StateRole
 
 _LOOP_STATE = "scan_carry"  # the boundary equation of which roles read what enters a loop
 
@@ -51,7 +51,7 @@ class StepGroups:
     program: Program  # the step: its arguments and results are such values, its equations are not those of the groups
     mesh: Mapping[str, int]
     groups: Sequence[Group]
-    readers: Mapping[int, Sequence[Reader]]
+    readers: Mapping[int, Sequence[ValueReader]]
     first_groups: Sequence[int]  # per part, the place of its first group
     values: Sequence[Mapping[int, Value]]  # per part: id there -> the shared value
     arguments: Mapping[Hashable, int]  # name -> the argument of `program` that it is, or that it is some rows of
@@ -110,11 +110,11 @@ def _shared(group: Group, index: int, values: Mapping[int, Value]) -> Group:
     )
 
 
-def _readers(groups: Sequence[Group]) -> Mapping[int, Sequence[Reader]]:
-    found: dict[int, list[Reader]] = defaultdict(list)
+def _readers(groups: Sequence[Group]) -> Mapping[int, Sequence[ValueReader]]:
+    found: dict[int, list[ValueReader]] = defaultdict(list)
     for group in groups:
         for use in group.uses:
-            found[use.value.id].append(Reader(group.index, (), group, use))
+            found[use.value.id].append(ValueReader(group.index, (), group, use))
     return found
 
 
@@ -188,7 +188,7 @@ class PartRoles:
         return self.formulation.groups
 
     @cached_property
-    def work(self) -> tuple[Work, ...]:
+    def work(self) -> tuple[GroupRole, ...]:
         """What each group of the part is for."""
         return self.whole.work[self._first : self._first + len(self.groups)]
 
@@ -214,7 +214,7 @@ class PartRoles:
         return {own for own, value in shared.items() if value.id in self.whole.of_state}
 
     @cached_property
-    def state(self) -> Mapping[int, State]:
+    def state(self) -> Mapping[int, StateRole]:
         """Argument of the part that is state of the step -> what it is."""
         found = {i: self.whole.state.get(known) for i, known in enumerate(self.inputs) if known is not None}
         return {i: state for i, state in found.items() if state is not None}

@@ -23,21 +23,21 @@ from autoshard.errors import ConflictError, SolverError
 from autoshard.layout import Layout, spec_of
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
-from autoshard.tactics.asking import TacticLike, TacticRequests, ask, text_of_tactic
 from autoshard.tactics.exceptions import exceptions, places_of
 from autoshard.tactics.parts import PartRoles
-from autoshard.tactics.roles import Dim, Roles, State, Work
+from autoshard.tactics.requests import TacticLike, TacticRequests, ask, text_of_tactic
+from autoshard.tactics.roles import Dim, GroupRole, Roles, StateRole
 from autoshard.tactics.rules import Payload, Storage
 from autoshard.tactics.schemes import Tactic
 
 Restricts = Callable[[Formulation, Sequence[TacticLike], Mapping[str, int]], Formulation]
 """A formulation, tactics, and a mesh: axis -> devices -> the formulation with the choices that the tactics leave."""
 
-_PRODUCTS = (Work.PRODUCT, Work.EXPERT, Work.ATTENTION)  # that a plan names where they stay whole
+_PRODUCTS = (GroupRole.PRODUCT, GroupRole.EXPERT, GroupRole.ATTENTION)  # that a plan names where they stay whole
 LISTED_PLACES = 4  # that need other collectives; the rest is counted
 _FEASIBILITY_SECONDS = 20.0  # to find any choice at all; what tactics leave is small
 
@@ -53,10 +53,10 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         MeshError: a tactic names an axis that the mesh does not have.
     """
     roles = Roles(formulation)
-    return within(formulation, roles, requests(tactics, roles, mesh), tactics)
+    return within(formulation, roles, tactic_requests(tactics, roles, mesh), tactics)
 
 
-def requests(tactics: Sequence[TacticLike], roles: Roles, mesh: Mapping[str, int]) -> TacticRequests:
+def tactic_requests(tactics: Sequence[TacticLike], roles: Roles, mesh: Mapping[str, int]) -> TacticRequests:
     """What tactics ask for; raises as `restricted` does."""
     asked = TacticRequests()
     for tactic in tactics:
@@ -146,7 +146,7 @@ class _Restriction:
 
     def __init__(self, formulation: Formulation, roles: Roles | PartRoles, asked: TacticRequests):
         self.roles, self.asked, self.formulation = roles, asked, formulation
-        self.rules = {axis: asked.rule(axis) for axis in asked.said if axis in self.formulation.mesh}
+        self.rules = {axis: asked.rule(axis) for axis in asked.requests if axis in self.formulation.mesh}
         self.whole: dict[str, Counter[str]] = {axis: Counter() for axis in self.rules}  # what an axis could not split
         self.has_sequence = any(kind & Dim.SEQUENCE for kind in roles.dims.values())
         self.tables: dict[tuple[Any, ...], np.ndarray] = {}
@@ -154,7 +154,7 @@ class _Restriction:
     @property
     def splits_features(self) -> bool:
         """Whether all that the tactics say of weights is that they are split along features."""
-        kinds = {rule.state.get(State.WEIGHT, Storage.OPEN) for rule in self.rules.values()}
+        kinds = {rule.state.get(StateRole.WEIGHT, Storage.OPEN) for rule in self.rules.values()}
         return kinds <= {Storage.FEATURES, Storage.OPEN} and Storage.FEATURES in kinds
 
     def remarks(self) -> Iterator[str]:
@@ -167,7 +167,7 @@ class _Restriction:
 
     # Where arrays lie, and what is split.
 
-    def placed(self, required: Container[Work] = frozenset(Work), *, embeds: bool = False) -> Problem:
+    def placed(self, required: Container[GroupRole] = frozenset(GroupRole), *, embeds: bool = False) -> Problem:
         """The problem with the layouts and splits that are asked for.
 
         Args:
@@ -224,7 +224,7 @@ class _Restriction:
         """
         value = self.formulation.program.arguments[argument]
         readers = [r.group for r in self.formulation.readers[value.id] if r.group is not None]
-        if self.roles.state.get(argument) is None or all(self.roles.work[r.index] is Work.UPDATE for r in readers):
+        if self.roles.state.get(argument) is None or all(self.roles.work[r.index] is GroupRole.UPDATE for r in readers):
             return True
         options = self.formulation.arguments[argument]
         homes, copies = (_dims_over(tuple(one), axis) for one in zip(*((o.home, o.copy) for o in options), strict=True))
@@ -234,10 +234,10 @@ class _Restriction:
         value = self.formulation.program.arguments[argument]
         if argument not in self.asked.layouts:
             return options
-        layout, said_by = self.asked.layouts[argument]
+        layout, requested_by = self.asked.layouts[argument]
         kept = [o for o in options if homes[o] == layout]
         if not kept:
-            raise ConflictError(f"{said_by} wants {value} to be {spec_of(layout)}; {_left_by(options, homes)}")
+            raise ConflictError(f"{requested_by} wants {value} to be {spec_of(layout)}; {_left_by(options, homes)}")
         return kept
 
     def _wanted_dims(self, argument: int, axis: str) -> set[int] | None:
@@ -247,7 +247,7 @@ class _Restriction:
         rule, devices = self.rules[axis], self.formulation.mesh[axis]
         dims, shape = self.roles.dims_of_argument(argument), self.formulation.program.arguments[argument].shape
         state = self.roles.state.get(argument)
-        if state is None or state is State.CACHE:
+        if state is None or state is StateRole.CACHE:
             if rule.batch is None:
                 return None
             return {i for i, dim in enumerate(dims) if dim & self._rows(rule.batch)} or {-1}
@@ -267,7 +267,7 @@ class _Restriction:
     def _speaker(self, axis: str, argument: int) -> Tactic:
         """The tactic that says how an argument lies along an axis."""
         state = self.roles.state.get(argument)
-        if state is None or state is State.CACHE:
+        if state is None or state is StateRole.CACHE:
             return self.asked.speaker(axis, lambda rule: rule.batch is not None)
         return self.asked.speaker(axis, lambda rule: state in rule.state)
 
@@ -275,7 +275,7 @@ class _Restriction:
         """The kinds, with the batch for a sequence that the step does not have."""
         return kinds | Dim.BATCH if kinds & Dim.SEQUENCE and not self.has_sequence else kinds
 
-    def _strategies_left(self, group: Group, work: Work, may_stay_whole: bool) -> list[int]:
+    def _strategies_left(self, group: Group, work: GroupRole, may_stay_whole: bool) -> list[int]:
         strategies = self.formulation.priced[group.index].strategies
         options = list(range(len(strategies)))
         for axis, rule in self.rules.items():
@@ -291,7 +291,7 @@ class _Restriction:
                 self.whole[axis].update([f"{equation.primitive} at {equation.source or 'unknown line'}"])
             kept = on if on and split.is_required and not may_stay_whole else on + off
             options = sorted(kept) or options
-            if work in (Work.PRODUCT, Work.EXPERT, Work.GRADIENT) and rule.apart_from:
+            if work in (GroupRole.PRODUCT, GroupRole.EXPERT, GroupRole.GRADIENT) and rule.apart_from:
                 options = [o for o in options if not _shares_dim(strategies[o], axis, rule.apart_from)] or options
         return options
 
@@ -308,7 +308,7 @@ class _Restriction:
         problem = _restricted_further(problem, copies)
         return replace(problem, edges=(*problem.edges, *self._forbidden_reshardings()), checked=True)
 
-    def _with_sums(self, group: Group, work: Work, problem: Problem) -> list[int]:
+    def _with_sums(self, group: Group, work: GroupRole, problem: Problem) -> list[int]:
         strategies = self.formulation.priced[group.index].strategies
         costs = problem.costs[self.formulation.group_node(group)]
         options = [o for o in range(len(strategies)) if np.isfinite(costs[o])]
@@ -356,25 +356,25 @@ class _Restriction:
                         yield from self._edge(node, leaves, reader, moved)
                     continue
                 to_shared = _of_stacks(moved) if all(map(_goes_through, readers)) else moved
-                yield from self._edge(node, leaves, Reader(shared.node, shared.layouts), to_shared)
+                yield from self._edge(node, leaves, ValueReader(shared.node, shared.layouts), to_shared)
                 for reader in readers:
                     yield from self._edge(shared.node, shared.layouts, reader, moved)
 
     def _moved_of_argument(self, argument: int) -> Payload:
         if argument not in self.roles.handed:
-            is_active = self.roles.state.get(argument) in (None, State.CACHE)
+            is_active = self.roles.state.get(argument) in (None, StateRole.CACHE)
             return Payload.ACTIVATIONS if is_active else Payload.PARAMETERS
         if self.formulation.program.arguments[argument].id in self.roles.of_state:
             return Payload.PARAMETERS
         has_rows = any(dim & (Dim.BATCH | Dim.SLOT) for dim in self.roles.dims_of_argument(argument))
         return Payload.ACTIVATIONS if has_rows else Payload.UPDATES
 
-    def _moved(self, value: int, work: Work) -> Payload:
+    def _moved(self, value: int, work: GroupRole) -> Payload:
         if value in self.roles.of_state:
             return Payload.PARAMETERS
-        return Payload.UPDATES if work in (Work.UPDATE, Work.GRADIENT, Work.SUM) else Payload.ACTIVATIONS
+        return Payload.UPDATES if work in (GroupRole.UPDATE, GroupRole.GRADIENT, GroupRole.SUM) else Payload.ACTIVATIONS
 
-    def _edge(self, i: int, left: tuple[Layout, ...], reader: Reader, moved: Payload) -> Iterator[Edge]:
+    def _edge(self, i: int, left: tuple[Layout, ...], reader: ValueReader, moved: Payload) -> Iterator[Edge]:
         if i == reader.node:
             return
         wanted, moved = reader.wants, _of_stacks(moved) if _goes_through(reader) else moved
@@ -391,7 +391,7 @@ class _Restriction:
             yield Edge(i, reader.node, table)
 
 
-def _goes_through(reader: Reader) -> bool:
+def _goes_through(reader: ValueReader) -> bool:
     """Whether a loop goes through what is read, a slice in each turn."""
     return reader.group is not None and reader.group.equations[0].primitive == "scan_slice"
 

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from autoshard.model.groups import FactorDims, Group
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.program import Program, Value
 
 Factor = tuple[int, int]  # (group, factor of it)
@@ -47,7 +47,7 @@ class Dim(enum.Flag):
     SLOT = enum.auto()  # a row of what experts compute that is not the batch
 
 
-class Work(enum.Enum):
+class GroupRole(enum.Enum):
     """What a group of equations is for."""
 
     PRODUCT = enum.auto()  # a weight product
@@ -59,7 +59,7 @@ class Work(enum.Enum):
     ACTIVATION = enum.auto()  # all else: on what has rows
 
 
-class State(enum.Enum):
+class StateRole(enum.Enum):
     """What an argument is that is no batch."""
 
     WEIGHT = enum.auto()  # of weight products
@@ -82,7 +82,7 @@ class GroupedStep(Protocol):
     @property
     def groups(self) -> Sequence[Group]: ...
     @property
-    def readers(self) -> Mapping[int, Sequence[Reader]]: ...  # value id -> who wants it
+    def readers(self) -> Mapping[int, Sequence[ValueReader]]: ...  # value id -> who wants it
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,28 +195,28 @@ class Roles:
         return list(self.step.groups)
 
     @cached_property
-    def work(self) -> tuple[Work, ...]:
+    def work(self) -> tuple[GroupRole, ...]:
         """What each group is for."""
         updates = self._updates()
         return tuple(
-            Work.UPDATE if group.index in updates else self._work_on_activations(group, updates)
+            GroupRole.UPDATE if group.index in updates else self._work_on_activations(group, updates)
             for group in self.groups
         )
 
-    def _work_on_activations(self, group: Group, updates: set[int]) -> Work:
+    def _work_on_activations(self, group: Group, updates: set[int]) -> GroupRole:
         if self._is_weight_product(group):
             is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._in_all(group))
-            return Work.EXPERT if is_expert else Work.PRODUCT
+            return GroupRole.EXPERT if is_expert else GroupRole.PRODUCT
         rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
         readers = [r for made in group.outputs for r in self.step.readers[made.value.id]]
         for_updates = bool(readers) and all(r.group is None or r.group.index in updates for r in readers)
         left = any(self._is_any(group, made.dims, rows) for made in group.outputs) and not for_updates
         if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
-            return Work.ATTENTION
+            return GroupRole.ATTENTION
         sums_rows = any(self.role(group, factor) & rows for factor in group.reduction)
         if not sums_rows or left:
-            return Work.ACTIVATION
-        return Work.GRADIENT if group.equations[0].primitive in _PRODUCTS else Work.SUM
+            return GroupRole.ACTIVATION
+        return GroupRole.GRADIENT if group.equations[0].primitive in _PRODUCTS else GroupRole.SUM
 
     def _is_any(self, group: Group, dims: FactorDims, kinds: Dim) -> bool:
         return any(self.role(group, factor) & kinds for dim in dims for factor in dim)
@@ -308,46 +308,48 @@ class Roles:
         )
 
     @cached_property
-    def state(self) -> Mapping[int, State]:
+    def state(self) -> Mapping[int, StateRole]:
         """Argument of the state -> what it is."""
-        program = self.step.program
-        met: dict[int, State] = {}  # the last of these that a value is read as
-        strength = [State.PARAMETER, State.TABLE, State.WEIGHT, State.EXPERT]
-        read_as = {Work.PRODUCT: State.WEIGHT, Work.EXPERT: State.EXPERT}
+        program, batch, met = self.step.program, set(self.batch), self._met_by_activations
+        found = {
+            i: StateRole.CACHE
+            if any(dim & Dim.BATCH for dim in self.dims_of_argument(i))
+            else met.get(value.id, StateRole.OPTIMIZER)
+            for i, value in enumerate(program.arguments)
+            if i not in batch
+        }
+        shapes: dict[StateRole, set[tuple[int, ...]]] = defaultdict(set)
+        for i, state in found.items():
+            shapes[state].add(program.arguments[i].shape)
+        vectors = shapes[StateRole.PARAMETER] - shapes[StateRole.WEIGHT] - shapes[StateRole.TABLE]
+        moments = ((StateRole.EXPERT_OPTIMIZER, shapes[StateRole.EXPERT]), (StateRole.PARAMETER_OPTIMIZER, vectors))
+        for i, state in found.items():
+            if state is StateRole.OPTIMIZER:
+                shape = program.arguments[i].shape
+                found[i] = next((role for role, known in moments if shape in known), state)
+        return found
 
-        def meet(value: int, kind: State) -> None:
-            met[value] = max(met.get(value, kind), kind, key=strength.index)
+    @cached_property
+    def _met_by_activations(self) -> Mapping[int, StateRole]:
+        """Id of a value that is made of the state alone -> what it is to those that it meets, itself or remade."""
+        met: dict[int, StateRole] = {}  # the last of these that a value is read as
+        strength = [StateRole.PARAMETER, StateRole.TABLE, StateRole.WEIGHT, StateRole.EXPERT]
+        read_as = {GroupRole.PRODUCT: StateRole.WEIGHT, GroupRole.EXPERT: StateRole.EXPERT}
+
+        def meet(group: Group, kind: StateRole, among: Set[int] | None = None) -> None:
+            for use in group.uses:
+                if among is None or use.value.id in among:
+                    met[use.value.id] = max(met.get(use.value.id, kind), kind, key=strength.index)
 
         for group, work in zip(self.groups, self.work, strict=True):
-            if work not in (Work.UPDATE, Work.GRADIENT, Work.SUM):
-                for use in group.uses:
-                    if use.value.id in self.of_state:
-                        meet(use.value.id, read_as.get(work, State.PARAMETER if group.fuses else State.TABLE))
+            if work not in (GroupRole.UPDATE, GroupRole.GRADIENT, GroupRole.SUM):
+                by_default = StateRole.PARAMETER if group.fuses else StateRole.TABLE
+                meet(group, read_as.get(work, by_default), self.of_state)
         for group in reversed(self.groups):  # back to the arguments that these are made of
             for made in group.outputs:
                 if made.value.id in met and made.value.id in self.of_state:
-                    for use in group.uses:
-                        meet(use.value.id, met[made.value.id])
-
-        def kind(argument: int) -> State:
-            value = program.arguments[argument]
-            if any(dim & Dim.BATCH for dim in self.dims_of_argument(argument)):
-                return State.CACHE
-            return met.get(value.id, State.OPTIMIZER)
-
-        batch = set(self.batch)
-        found = {i: kind(i) for i in range(len(program.arguments)) if i not in batch}
-        shapes: dict[State, set[tuple[int, ...]]] = {}
-        for i, state in found.items():
-            shapes.setdefault(state, set()).add(program.arguments[i].shape)
-        experts = shapes.get(State.EXPERT, set())
-        vectors = shapes.get(State.PARAMETER, set()) - shapes.get(State.WEIGHT, set()) - shapes.get(State.TABLE, set())
-        for i, state in found.items():
-            if state is State.OPTIMIZER and program.arguments[i].shape in experts:
-                found[i] = State.EXPERT_OPTIMIZER
-            elif state is State.OPTIMIZER and program.arguments[i].shape in vectors:
-                found[i] = State.PARAMETER_OPTIMIZER
-        return found
+                    meet(group, met[made.value.id])
+        return met
 
     def dims_of_argument(self, argument: int) -> tuple[Dim, ...]:
         """What each dim of an argument is, by all that read it."""

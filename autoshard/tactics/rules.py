@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autoshard.tactics.roles import Dim, State, Work
+from autoshard.tactics.roles import Dim, GroupRole, StateRole
 
 
 class Storage(enum.Enum):
@@ -29,7 +29,7 @@ class Payload(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Split:
+class AllowedSplit:
     """Along which dims an axis may split groups of one kind.
 
     >>> Split(Dim.BATCH)
@@ -40,8 +40,8 @@ class Split:
     is_required: bool = True  # whether the axis splits a group wherever it can; otherwise a group may stay whole
 
 
-NOTHING = Split(Dim.OTHER, is_required=False)  # the axis splits no such group
-ANYTHING = Split(None, is_required=False)
+NOTHING = AllowedSplit(Dim.OTHER, is_required=False)  # the axis splits no such group
+ANYTHING = AllowedSplit(None, is_required=False)
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class AxisRule:
     sums. To slice what is whole is always allowed, since it is free.
     """
 
-    state: Mapping[State, Storage] = field(default_factory=dict)
+    state: Mapping[StateRole, Storage] = field(default_factory=dict)
     batch: Dim | None = None  # the dims along which arrays of the batch are split; OTHER: they are whole; None: open
-    splits: Mapping[Work, Split] = field(default_factory=dict)
+    splits: Mapping[GroupRole, AllowedSplit] = field(default_factory=dict)
     reshardings: Mapping[Payload, frozenset[str]] = field(default_factory=dict)
-    sums: Mapping[Work, frozenset[str]] = field(default_factory=dict)
-    scatters: frozenset[Work] = frozenset()  # whose products are reduce_scattered wherever they can be
+    sums: Mapping[GroupRole, frozenset[str]] = field(default_factory=dict)
+    scatters: frozenset[GroupRole] = frozenset()  # whose products are reduce_scattered wherever they can be
     apart_from: frozenset[str] = frozenset()  # axes with which it splits no dim of a weight or its product together
 
     def refined(self, other: AxisRule) -> AxisRule:

@@ -11,113 +11,119 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from autoshard.errors import ArgumentError
-from autoshard.tactics.roles import Dim, State, Work
-from autoshard.tactics.rules import ANYTHING, NOTHING, AxisRule, Payload, Split, Storage
+from autoshard.tactics.roles import Dim, GroupRole, StateRole
+from autoshard.tactics.rules import ANYTHING, NOTHING, AllowedSplit, AxisRule, Payload, Storage
 
 _NONE = frozenset[str]()
 _GATHERS, _EXCHANGES = frozenset({"all_gather"}), frozenset({"all_to_all"})
 _REDUCES, _SUMS = frozenset({"all_reduce"}), frozenset({"all_reduce", "reduce_scatter"})
-_OPTIMIZER = (State.OPTIMIZER, State.EXPERT_OPTIMIZER, State.PARAMETER_OPTIMIZER)
-_STAYING = (State.WEIGHT, State.EXPERT, State.TABLE, State.PARAMETER, *_OPTIMIZER)
+_OPTIMIZER = (StateRole.OPTIMIZER, StateRole.EXPERT_OPTIMIZER, StateRole.PARAMETER_OPTIMIZER)
+_STAYING = (StateRole.WEIGHT, StateRole.EXPERT, StateRole.TABLE, StateRole.PARAMETER, *_OPTIMIZER)
 
 _DATA = AxisRule(
     state=dict.fromkeys(_STAYING, Storage.WHOLE),
     batch=Dim.BATCH,
-    splits={**dict.fromkeys(Work, Split(Dim.BATCH)), Work.UPDATE: NOTHING},
+    splits={**dict.fromkeys(GroupRole, AllowedSplit(Dim.BATCH)), GroupRole.UPDATE: NOTHING},
     reshardings=dict.fromkeys(Payload, _NONE),
-    sums=dict.fromkeys(Work, _REDUCES),
+    sums=dict.fromkeys(GroupRole, _REDUCES),
 )
 _ZERO = {
     1: AxisRule(
         state=dict.fromkeys(_OPTIMIZER, Storage.SPLIT),
-        splits={Work.UPDATE: ANYTHING},
+        splits={GroupRole.UPDATE: ANYTHING},
         reshardings={Payload.PARAMETERS: _GATHERS, Payload.UPDATES: _GATHERS},
-        sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
+        sums={GroupRole.GRADIENT: _SUMS, GroupRole.SUM: _SUMS},
     ),
     2: AxisRule(
         state=dict.fromkeys(_OPTIMIZER, Storage.SPLIT),
-        splits={Work.UPDATE: ANYTHING},
+        splits={GroupRole.UPDATE: ANYTHING},
         reshardings={Payload.PARAMETERS: _GATHERS, Payload.UPDATES: _GATHERS},
-        sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
-        scatters=frozenset({Work.GRADIENT}),
+        sums={GroupRole.GRADIENT: _SUMS, GroupRole.SUM: _SUMS},
+        scatters=frozenset({GroupRole.GRADIENT}),
     ),
     3: AxisRule(
-        state={**dict.fromkeys(_STAYING, Storage.SPLIT), State.PARAMETER: Storage.OPEN},
-        splits={Work.UPDATE: ANYTHING},
+        state={**dict.fromkeys(_STAYING, Storage.SPLIT), StateRole.PARAMETER: Storage.OPEN},
+        splits={GroupRole.UPDATE: ANYTHING},
         reshardings={Payload.PARAMETERS: _GATHERS, Payload.STACKS: _NONE, Payload.UPDATES: _GATHERS},
-        sums={Work.GRADIENT: _SUMS, Work.SUM: _SUMS},
-        scatters=frozenset({Work.GRADIENT}),
+        sums={GroupRole.GRADIENT: _SUMS, GroupRole.SUM: _SUMS},
+        scatters=frozenset({GroupRole.GRADIENT}),
     ),
 }
 _MEGATRON = AxisRule(
-    state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
+    state={StateRole.WEIGHT: Storage.FEATURES, StateRole.EXPERT: Storage.FEATURES},
     batch=Dim.OTHER,
     splits={
-        Work.PRODUCT: Split(Dim.FEATURE),
-        Work.EXPERT: Split(Dim.FEATURE),
-        Work.ATTENTION: Split(Dim.HEAD),
-        Work.ACTIVATION: Split(Dim.FEATURE, is_required=False),
-        **dict.fromkeys((Work.GRADIENT, Work.SUM), Split(Dim.FEATURE, is_required=False)),
-        Work.UPDATE: ANYTHING,
+        GroupRole.PRODUCT: AllowedSplit(Dim.FEATURE),
+        GroupRole.EXPERT: AllowedSplit(Dim.FEATURE),
+        GroupRole.ATTENTION: AllowedSplit(Dim.HEAD),
+        GroupRole.ACTIVATION: AllowedSplit(Dim.FEATURE, is_required=False),
+        **dict.fromkeys((GroupRole.GRADIENT, GroupRole.SUM), AllowedSplit(Dim.FEATURE, is_required=False)),
+        GroupRole.UPDATE: ANYTHING,
     },
     reshardings=dict.fromkeys(Payload, _NONE),
-    sums=dict.fromkeys(Work, _REDUCES),
+    sums=dict.fromkeys(GroupRole, _REDUCES),
 )
 _SEQUENCE = AxisRule(
     batch=Dim.SEQUENCE | Dim.OTHER,
-    splits={Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE), Work.SUM: Split(Dim.FEATURE | Dim.SEQUENCE)},
+    splits={
+        GroupRole.ACTIVATION: AllowedSplit(Dim.FEATURE | Dim.SEQUENCE),
+        GroupRole.SUM: AllowedSplit(Dim.FEATURE | Dim.SEQUENCE),
+    },
     reshardings={Payload.ACTIVATIONS: _GATHERS},
-    sums={Work.PRODUCT: _SUMS},
-    scatters=frozenset({Work.PRODUCT}),
+    sums={GroupRole.PRODUCT: _SUMS},
+    scatters=frozenset({GroupRole.PRODUCT}),
 )
 _ULYSSES = AxisRule(
     state=dict.fromkeys(_STAYING, Storage.WHOLE),
     batch=Dim.SEQUENCE,
     splits={
-        **dict.fromkeys(Work, Split(Dim.SEQUENCE)),
-        Work.ATTENTION: Split(Dim.HEAD),
-        Work.ACTIVATION: Split(Dim.SEQUENCE | Dim.HEAD),
-        Work.UPDATE: NOTHING,
+        **dict.fromkeys(GroupRole, AllowedSplit(Dim.SEQUENCE)),
+        GroupRole.ATTENTION: AllowedSplit(Dim.HEAD),
+        GroupRole.ACTIVATION: AllowedSplit(Dim.SEQUENCE | Dim.HEAD),
+        GroupRole.UPDATE: NOTHING,
     },
     reshardings={**dict.fromkeys(Payload, _NONE), Payload.ACTIVATIONS: _EXCHANGES, Payload.UPDATES: _GATHERS},
-    sums=dict.fromkeys(Work, _REDUCES),
+    sums=dict.fromkeys(GroupRole, _REDUCES),
 )
 _EXPERTS = AxisRule(
-    state={State.EXPERT: Storage.EXPERTS, State.EXPERT_OPTIMIZER: Storage.EXPERTS},
+    state={StateRole.EXPERT: Storage.EXPERTS, StateRole.EXPERT_OPTIMIZER: Storage.EXPERTS},
     splits={
-        Work.EXPERT: Split(Dim.EXPERT),
-        **dict.fromkeys((Work.ACTIVATION, Work.ATTENTION, Work.GRADIENT, Work.SUM), Split(Dim.BATCH | Dim.EXPERT)),
-        Work.UPDATE: ANYTHING,
+        GroupRole.EXPERT: AllowedSplit(Dim.EXPERT),
+        **dict.fromkeys(
+            (GroupRole.ACTIVATION, GroupRole.ATTENTION, GroupRole.GRADIENT, GroupRole.SUM),
+            AllowedSplit(Dim.BATCH | Dim.EXPERT),
+        ),
+        GroupRole.UPDATE: ANYTHING,
     },
     reshardings={Payload.ACTIVATIONS: _EXCHANGES},
 )
 _COLUMNS = AxisRule(
-    state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
+    state={StateRole.WEIGHT: Storage.FEATURES, StateRole.EXPERT: Storage.FEATURES},
     splits={
-        **dict.fromkeys(Work, Split(Dim.FEATURE)),
-        Work.ATTENTION: Split(Dim.HEAD),
-        Work.UPDATE: ANYTHING,
+        **dict.fromkeys(GroupRole, AllowedSplit(Dim.FEATURE)),
+        GroupRole.ATTENTION: AllowedSplit(Dim.HEAD),
+        GroupRole.UPDATE: ANYTHING,
     },
     reshardings={**dict.fromkeys(Payload, _NONE), Payload.ACTIVATIONS: _GATHERS},
-    sums=dict.fromkeys(Work, _SUMS),
-    scatters=frozenset({Work.PRODUCT, Work.EXPERT}),
+    sums=dict.fromkeys(GroupRole, _SUMS),
+    scatters=frozenset({GroupRole.PRODUCT, GroupRole.EXPERT}),
 )
 # Scales and biases lie as the features that they meet, and so do their moments: a few bytes, which need no gathers.
-_ROWS = _ZERO[3].refined(AxisRule(state={State.PARAMETER_OPTIMIZER: Storage.OPEN}))
+_ROWS = _ZERO[3].refined(AxisRule(state={StateRole.PARAMETER_OPTIMIZER: Storage.OPEN}))
 _CUBE = AxisRule(
-    state={State.WEIGHT: Storage.FEATURES, State.EXPERT: Storage.FEATURES},
+    state={StateRole.WEIGHT: Storage.FEATURES, StateRole.EXPERT: Storage.FEATURES},
     splits={
-        Work.PRODUCT: Split(Dim.FEATURE),
-        Work.EXPERT: Split(Dim.FEATURE),
-        Work.ATTENTION: Split(Dim.HEAD | Dim.BATCH),
-        Work.ACTIVATION: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
-        Work.GRADIENT: Split(Dim.FEATURE),
-        Work.SUM: Split(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
-        Work.UPDATE: ANYTHING,
+        GroupRole.PRODUCT: AllowedSplit(Dim.FEATURE),
+        GroupRole.EXPERT: AllowedSplit(Dim.FEATURE),
+        GroupRole.ATTENTION: AllowedSplit(Dim.HEAD | Dim.BATCH),
+        GroupRole.ACTIVATION: AllowedSplit(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
+        GroupRole.GRADIENT: AllowedSplit(Dim.FEATURE),
+        GroupRole.SUM: AllowedSplit(Dim.FEATURE | Dim.SEQUENCE | Dim.BATCH),
+        GroupRole.UPDATE: ANYTHING,
     },
     reshardings={**dict.fromkeys(Payload, _NONE), Payload.ACTIVATIONS: _GATHERS},
-    sums=dict.fromkeys(Work, _SUMS),
-    scatters=frozenset({Work.PRODUCT, Work.EXPERT}),
+    sums=dict.fromkeys(GroupRole, _SUMS),
+    scatters=frozenset({GroupRole.PRODUCT, GroupRole.EXPERT}),
 )
 
 

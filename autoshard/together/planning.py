@@ -29,9 +29,9 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import solve_for_plan
 from autoshard.options import Options, check_jit_keywords, compile_keywords, options_of
 from autoshard.planning import checked_rules, formulated, lowered, planned
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.program import Program
-from autoshard.replanning.planner import Planner
+from autoshard.replanning.planner import Replanner
 from autoshard.report.units import seconds_text
 from autoshard.solver.exact.two_costs import TwoCosts
 from autoshard.solver.problem import Problem, Solution
@@ -41,8 +41,13 @@ from autoshard.together.joint_problem import JointProblem, Shared, homes_of, joi
 from autoshard.user_plan import Plan
 
 _JOINT_ROUNDS = 4  # of solving the joint problem, each with other mixtures
-_GAP_LEFT = 1e-6  # relative: a total that is so close to its bound is left alone
-_TIGHTER = (1.0, 0.9, 0.8, 0.7)  # shares of the limit for the joint problem, which does not count what reshardings hold
+_SMALL_TOTAL_GAP = 1e-6  # relative: a total that is so close to its bound is left alone
+_JOINT_LIMIT_SHARES = (
+    1.0,
+    0.9,
+    0.8,
+    0.7,
+)  # shares of the limit for the joint problem, which does not count what reshardings hold
 _OPTIONS = (
     "memory",
     "topology",
@@ -95,12 +100,12 @@ def plan_together(
         MemoryLimitError: under no layout that was found do all functions fit.
     """
     _check(functions, weights or {}, options)
-    programs = [_Step.of(name, entry, mesh, options) for name, entry in functions.items()]
+    programs = [_JointStep.of(name, entry, mesh, options) for name, entry in functions.items()]
     _check_patterns(programs, options.get("fixed") or {})
     counts = [float((weights or {}).get(step.name, 1.0)) for step in programs]
     shared = _shared(programs)
-    group = Group.of(programs[0].options.mesh)
-    search = _Search(programs, counts, shared, group)
+    group = ProcessGroup.of(programs[0].options.mesh)
+    search = _LayoutSearch(programs, counts, shared, group)
     with contextlib.nullcontext() if group is None else group.joined(runs=False):
         best = search.best()
     remark = _remark(programs, counts, best.total, search.bound)
@@ -111,7 +116,7 @@ def plan_together(
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _JointStep:
     """One function, traced."""
 
     name: str
@@ -120,7 +125,7 @@ class _Step:
     jit_keywords: Mapping[str, Any]  # that count when it is compiled
 
     @classmethod
-    def of(cls, name: str, entry: tuple[Any, ...], mesh: Any, given: Mapping[str, Any]) -> _Step:
+    def of(cls, name: str, entry: tuple[Any, ...], mesh: Any, given: Mapping[str, Any]) -> _JointStep:
         fn, args, *more = entry
         keywords = {key: value for key, value in given.items() if key not in _OPTIONS} | dict(*more)
         check_jit_keywords(keywords)
@@ -132,12 +137,12 @@ class _Step:
     def formulated(self) -> Formulation:
         return formulated(self.program, checked_rules(self.program, dict(self.options.mesh.shape)), self.options)
 
-    def planned(self, homes: Homes, group: Group | None) -> Plan:
+    def planned(self, homes: Homes, group: ProcessGroup | None) -> Plan:
         return planned(self.program, replace(self.options, pinned=dict(homes)), self.jit_keywords, {}, group)
 
     def bound(self, plan: Plan) -> Plan:
         """The plan, which can be lowered, and asked again."""
-        planner = Planner.of(self.program, self.options, self.jit_keywords, is_given=False)
+        planner = Replanner.of(self.program, self.options, self.jit_keywords, is_given=False)
         return planner.bound(lowered(self.program, plan, self.jit_keywords))
 
 
@@ -150,13 +155,13 @@ class _Candidate:
 
 
 @dataclass(eq=False)
-class _Search:
+class _LayoutSearch:
     """The search for the best layout of shared arguments."""
 
-    steps: Sequence[_Step]
+    steps: Sequence[_JointStep]
     weights: Sequence[float]
     shared: Sequence[Shared]
-    group: Group | None = None  # the processes that share the mesh: the first one's searches are those of all
+    group: ProcessGroup | None = None  # the processes that share the mesh: the first one's searches are those of all
     bound: float = 0.0
     solved_before: int = 0  # joint problems
     known: dict[tuple[int, Homes], Plan] = field(default_factory=dict)
@@ -194,7 +199,7 @@ class _Search:
         return plans
 
     def is_close(self, total: float) -> bool:
-        return total <= self.bound * (1 + _GAP_LEFT)
+        return total <= self.bound * (1 + _SMALL_TOTAL_GAP)
 
     def places(self, program: int) -> dict[int, int]:
         """Index in `shared` -> the program's argument."""
@@ -238,8 +243,8 @@ class _Search:
         usable = formulations[0].prices.backend.usable
         limit = self.steps[0].options.memory * usable
         found: list[_Candidate] = []
-        for tighter in _TIGHTER:
-            shares = _Shares(formulations)
+        for tighter in _JOINT_LIMIT_SHARES:
+            shares = _CostShares(formulations)
             for _ in range(_JOINT_ROUNDS):
                 joint = joint_problem(formulations, shares.problems(), self.weights, self.shared, limit * tighter)
                 solution = self.solved(joint)
@@ -262,8 +267,10 @@ class _Search:
             return self.solved_here(joint)
         self.solved_before += 1
         of = [(step.name, step.program.fingerprint, step.options.memory) for step in self.steps]
-        said = repr((of, self.weights, self.shared, self.solved_before, sorted(self.steps[0].options.fixed.items())))
-        key = f"joint/{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+        identity = repr(
+            (of, self.weights, self.shared, self.solved_before, sorted(self.steps[0].options.fixed.items()))
+        )
+        key = f"joint/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
         def text() -> str:
             found = self.solved_here(joint)
@@ -279,7 +286,7 @@ class _Search:
         return None
 
 
-class _Shares:
+class _CostShares:
     """Of each program, how much its problem counts beside its communication alone."""
 
     def __init__(self, formulations: Sequence[Formulation]):
@@ -313,7 +320,7 @@ class _Shares:
         return self.shares != before
 
 
-def _shared(steps: Sequence[_Step]) -> Sequence[Shared]:
+def _shared(steps: Sequence[_JointStep]) -> Sequence[Shared]:
     """Every argument that several programs take: (program, argument) of each, in the order of the programs.
 
     Raises:
@@ -366,7 +373,7 @@ def _check(functions: Any, weights: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_patterns(steps: Sequence[_Step], fixed: Mapping[str, Any]) -> None:
+def _check_patterns(steps: Sequence[_JointStep], fixed: Mapping[str, Any]) -> None:
     unused = [pattern for pattern in fixed if not any(pattern in step.options.fixed for step in steps)]
     if unused:
         raise ConflictError(
@@ -375,7 +382,7 @@ def _check_patterns(steps: Sequence[_Step], fixed: Mapping[str, Any]) -> None:
         )
 
 
-def _remark(steps: Sequence[_Step], weights: Sequence[float], total: float, bound: float) -> str:
+def _remark(steps: Sequence[_JointStep], weights: Sequence[float], total: float, bound: float) -> str:
     named = ", ".join(f"{step.name} (weight {weight:g})" for step, weight in zip(steps, weights, strict=True))
     return (
         f"planned together: shared arguments lie alike in {named}. The weighted sum of their steps is "

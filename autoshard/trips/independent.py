@@ -37,7 +37,7 @@ from autoshard.jaxprs import (
     on_host,
     scan_counts,
 )
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.operations.operation import Operation
 from autoshard.operations.primitive import OPERATION
 from autoshard.propagation.rule import Rule, Shape
@@ -141,7 +141,7 @@ class IndependentTrips:
     def operation(self) -> Operation:
         """From what all trips read, and a row of the rest per trip, to sums over the trips, and a row per trip."""
         if (found := _KNOWN.get(self.digest)) is None:
-            found = Operation("trips", self._trips, self._rule, sums_shared=True, said=self.digest)
+            found = Operation("trips", self._trips, self._rule, sums_shared=True, identity=self.digest)
             _KNOWN[self.digest] = found
         return found
 
@@ -149,8 +149,8 @@ class IndependentTrips:
     def digest(self) -> str:
         """Equal for loops that compute the same."""
         ways = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        said = str(self.body.jaxpr), [str(const) for const in self.body.consts], self.constants, self.carries, ways
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        described = str(self.body.jaxpr), [str(const) for const in self.body.consts], self.constants, self.carries, ways
+        return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
     def _trips(self, *operands: Any) -> tuple[Any, ...]:
         """As many trips as there are rows."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, called_jaxpr
 from autoshard.mesh.topology import Topology
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.program.user_code import source_of
 from autoshard.remat.costs import seconds_again
 from autoshard.trips.independent import IndependentTrips
@@ -55,11 +55,11 @@ class ShareableLoops:
     @property
     def remark(self) -> str:
         """What devices may share out, in words."""
-        said = [
+        loops = [
             f"{loop.length} trips" + (f" of the loop at {source}" if (source := source_of(loop.eqn)) else "")
             for loop in self.loops
         ]
-        return f"trips of a loop need nothing of each other, and devices may share them out: {'; '.join(said)}."
+        return f"trips of a loop need nothing of each other, and devices may share them out: {'; '.join(loops)}."
 
 
 def _has_scans(jaxpr: Jaxpr) -> bool:

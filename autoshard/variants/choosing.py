@@ -101,7 +101,7 @@ def fastest(
     """
     if given is not None:
         return planned(_given(variants, wishes, given), math.inf)
-    return _Search(variants, wishes, planned, enough).fastest()
+    return _VariantSearch(variants, wishes, planned, enough).fastest()
 
 
 def proven(found: Planned, bound: float) -> Planned:
@@ -163,7 +163,7 @@ def _grouped(variants: StepVariants, mesh: Mapping[str, int], count: int) -> Ite
         yield Variant(count, groups)
 
 
-class _Search(Generic[Planned]):
+class _VariantSearch(Generic[Planned]):
     """The search through the variants of a step."""
 
     def __init__(

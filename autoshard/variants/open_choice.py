@@ -15,13 +15,13 @@ from typing import Any, Generic
 
 from jax.sharding import Mesh
 
-from autoshard.cache import key_of, read, write
+from autoshard.cache import key_of, read_entry, write_entry
 from autoshard.compiled.memory_check import confirmed
 from autoshard.errors import MemoryLimitError, PlanError, SolverError
 from autoshard.lower.on_shards import check_plan
 from autoshard.options import Options
 from autoshard.planning import PlansByProgram, compiled, lowered, plan_of_text, program_of
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, text_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
@@ -30,8 +30,8 @@ from autoshard.user_plan import Plan
 from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest, proven
 from autoshard.variants.variant import StepVariants, Variant
 
-TIGHT = 0.9  # of the bytes that a plan may fill: one that fills more may be faster with still more
-ROOM = 1.02  # more bytes than variants were chosen within, or they are not chosen among again
+TIGHT_SHARE = 0.9  # of the bytes that a plan may fill: one that fills more may be faster with still more
+EXTRA_ROOM_FACTOR = 1.02  # more bytes than variants were chosen within, or they are not chosen among again
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class OpenChoice(Generic[Planned]):
     bound: Callable[[Program, Plan], Planned]  # a lowered plan, bound to what it was made of
     before: PlansByProgram  # plans of the step, which those of variants join
     jit_keywords: Mapping[str, Any]  # that count when the step is compiled
-    group: Group | None  # processes that share the mesh: they plan the same variants, whatever their clocks say
+    group: ProcessGroup | None  # processes that share the mesh: they plan the same variants, whatever their clocks say
 
     @property
     def is_one(self) -> bool:
@@ -87,7 +87,7 @@ class OpenChoice(Generic[Planned]):
         try:
             if target < known.predicted.peak_bytes:
                 return self._leaner(target)
-            if target < ROOM * allowed or known.predicted.peak_bytes < TIGHT * allowed:
+            if target < EXTRA_ROOM_FACTOR * allowed or known.predicted.peak_bytes < TIGHT_SHARE * allowed:
                 return None
             enough = known.cost * (1 - LEAST_GAIN)
             found = self._within(target, {}, enough)
@@ -144,7 +144,7 @@ class OpenChoice(Generic[Planned]):
         if self.options.cache is None or (self.group is not None and not self.group.leads):
             return
         variant = self.variants.variant_of(program_of(plan))
-        write(self.options.cache, self._key(), lambda: f"{json.dumps(asdict(variant))}\n{plan.dumps()}")
+        write_entry(self.options.cache, self._key(), lambda: f"{json.dumps(asdict(variant))}\n{plan.dumps()}")
 
     def _kept(self) -> Planned | None:
         """The variant that was chosen before, with its plan; on all processes that of the leader."""
@@ -153,15 +153,15 @@ class OpenChoice(Generic[Planned]):
             return None
 
         def text() -> str:
-            return "" if folder is None else read(folder, self._key(), self._checked_text) or ""
+            return "" if folder is None else read_entry(folder, self._key(), self._checked_text) or ""
 
         if self.group is None:
-            said = text()
+            kept = text()
         else:
             program = self.variants.program(Variant())
             claims = Claims.of(program, rules_for(program), self.options, self.jit_keywords)
-            said = text_of_all(self.group, claims, "variant", text)
-        return self._loaded(said) if said else None
+            kept = text_of_all(self.group, claims, "variant", text)
+        return self._loaded(kept) if kept else None
 
     def _checked_text(self, text: str, where: str) -> str:
         """A text that was kept, once it has been read: in a folder that several share, one may have written anything.
@@ -185,8 +185,8 @@ class OpenChoice(Generic[Planned]):
     def _key(self) -> str:
         """Equal in any process if the same choice would be made."""
         program, options = self.variants.program(Variant()), self.options
-        said = key_of(program, rules_for(program), options), "variants", options.microbatches, options.remat
-        return hashlib.sha256(repr(said).encode()).hexdigest()
+        parts = key_of(program, rules_for(program), options), "variants", options.microbatches, options.remat
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _timed(self) -> Options:
         return self.options if self.group is not None else self.options.timed()

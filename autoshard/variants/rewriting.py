@@ -47,7 +47,7 @@ class RewrittenStep:
     def at(self, site: Site) -> RewrittenStep:
         """The step with these places rewritten, too."""
         closed = rewritten(self.closed, site.rewrite, site.places, self.devices)
-        return replace(self, closed=closed, done=(*self.done, site.said))
+        return replace(self, closed=closed, done=(*self.done, site.rewritten_places))
 
     def work(self, topology: Topology) -> float:
         """Seconds of one device that computes all of it, collectives left aside."""
@@ -111,14 +111,14 @@ def as_planned(variants: StepVariants, laws: Sequence[tuple[str, Sequence[int]]]
         for name, places in laws:
             law = _law(name)
             found = sites(step.closed, law, devices)
-            said = [one for one in found if set(one.places) <= set(places)]
-            if not set(places) <= {place for one in said for place in one.places}:
+            planned = [one for one in found if set(one.places) <= set(places)]
+            if not set(places) <= {place for one in planned for place in one.places}:
                 raise PlanError(
                     f"the plan has the step rewritten by {name!r} in places {', '.join(map(str, places))}; it applies "
                     "in other ones alone.\nThe plan is for another step; plan anew."
                 )
-            lines = tuple(dict.fromkeys(line for one in said for line in one.lines))
-            arguments = frozenset[int]().union(*(one.arguments for one in said))
+            lines = tuple(dict.fromkeys(line for one in planned for line in one.lines))
+            arguments = frozenset[int]().union(*(one.arguments for one in planned))
             done = RewrittenPlaces(name, law.law, tuple(places), lines, arguments)
             step = replace(step, closed=rewritten(step.closed, law, places, devices), done=(*step.done, done))
     return by_laws(variants, step.done, devices)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from autoshard.batching.boundary import made_or_none
+from autoshard.batching.boundary import result_or_none
 from autoshard.batching.rewriting import BatchedFunctions
 from autoshard.jaxprs import ClosedJaxpr, array_bytes
 from autoshard.mesh.topology import Topology
@@ -90,14 +90,14 @@ class StepVariants:
         if variant not in self._programs:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 closed, remark = self._rewritten(variant)
-                read = made_or_none("stacking", lambda: self._stacked(variant)) or self._traced.read(closed)
+                read = result_or_none("stacking", lambda: self._stacked(variant)) or self._traced.read(closed)
                 read = replace(
                     read,
                     microbatches=variant.microbatches,
                     own_statistics=self._as_written(variant)[1],
                     recomputed=remark,
                     state_on_hosts=variant.state_on_hosts,
-                    shared_trips=self._said_of_trips(variant),
+                    shared_trips=self._trips_remark(variant),
                     departure=_DEPARTURE if variant.level is not None or variant.state_on_hosts else read.departure,
                 )
             self._programs[variant] = read if self._finish is None else self._finish(read)
@@ -113,7 +113,7 @@ class StepVariants:
         if alone not in self._batched:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 closed, _ = self._rewritten(alone)
-                self._batched[alone] = made_or_none("looking for stacks", lambda: BatchedFunctions.of(closed))
+                self._batched[alone] = result_or_none("looking for stacks", lambda: BatchedFunctions.of(closed))
         return self._batched[alone]
 
     def _stacked(self, variant: Variant) -> Program | None:
@@ -131,12 +131,12 @@ class StepVariants:
         if alone not in self._shareable:
             with jax.sharding.use_abstract_mesh(self.mesh):
                 closed, _ = self._rewritten(alone)
-                self._shareable[alone] = made_or_none(
+                self._shareable[alone] = result_or_none(
                     "looking for independent trips", lambda: ShareableLoops.of(closed, self._topology)
                 )
         return self._shareable[alone]
 
-    def _said_of_trips(self, variant: Variant) -> str:
+    def _trips_remark(self, variant: Variant) -> str:
         """What devices may share out in a variant, in words."""
         found = self.shareable(variant) if variant.shares_trips else None
         return "" if found is None else found.remark

@@ -16,7 +16,7 @@ from autoshard import plan as plan_of
 from autoshard.compiled.collectives import read_collectives
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.model.xla.backends import CPU
-from autoshard.plans.chosen import ChosenOptions
+from autoshard.plans.chosen_options import ChosenOptions
 from autoshard.program import trace
 from autoshard.propagation import rules_for
 

@@ -13,8 +13,8 @@ import autoshard
 from autoshard.errors import SolverError
 from autoshard.frontiers import search
 from autoshard.frontiers.devices import machine_of
-from autoshard.frontiers.traced_step import TracedStep
-from autoshard.frontiers.traced_variants import TracedVariants
+from autoshard.frontiers.traced_step import FrontierStep
+from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.model.memory_limit import ANY_GAP
 from autoshard.report.units import bytes_text
 
@@ -108,7 +108,7 @@ def test_a_frontier_says_what_the_time_limit_left_out(found, monkeypatch):
     assert found.left_out == "" and "time limit" not in str(found)
 
     def ended_after(searches):
-        monkeypatch.setattr(search._Search, "is_late", property(lambda self: len(self.known) >= searches))
+        monkeypatch.setattr(search._FrontierSearch, "is_late", property(lambda self: len(self.known) >= searches))
         return autoshard.frontier(MODEL.step, STATE, BATCH, points=4, **GIVEN)
 
     fastest = ended_after(1)
@@ -121,7 +121,7 @@ def test_a_frontier_says_what_the_time_limit_left_out(found, monkeypatch):
 
 
 def test_rows_and_devices_that_are_not_decided_in_time_count_as_no_fit(monkeypatch):
-    within = TracedVariants.within
+    within = FrontierVariants.within
 
     def late(step, memory, gap=0.0):
         rows, devices = step.as_written.program.arguments[1].shape[0], math.prod(step.options.mesh.shape.values())
@@ -129,7 +129,7 @@ def test_rows_and_devices_that_are_not_decided_in_time_count_as_no_fit(monkeypat
             raise SolverError("not found in time")
         return within(step, memory, gap)
 
-    monkeypatch.setattr(TracedVariants, "within", late)
+    monkeypatch.setattr(FrontierVariants, "within", late)
     best = autoshard.largest_batch(product, *FEW, memory="10MiB", multiple=64, most=512, **GIVEN)
     assert (best.rows, best.undecided) == (192, 256) and "whether 256 do was not found in time" in str(best)
     given = {"chip": "v5e", "axes": ("data",), "memory": "10MiB", "donate_argnums": 0, "time_limit": 4}
@@ -140,13 +140,13 @@ def test_rows_and_devices_that_are_not_decided_in_time_count_as_no_fit(monkeypat
 
 def test_each_number_of_rows_is_asked_about_with_a_share_of_the_work(monkeypatch):
     """So one that is hard to refuse leaves time for the others."""
-    within, asked = TracedVariants.within, []
+    within, asked = FrontierVariants.within, []
 
     def noted(step, memory, gap=0.0):
         asked.append((gap, step.options.time_limit))
         return within(step, memory, gap)
 
-    monkeypatch.setattr(TracedVariants, "within", noted)
+    monkeypatch.setattr(FrontierVariants, "within", noted)
     autoshard.largest_batch(product, *FEW, memory="72KiB", multiple=64, **GIVEN | {"time_limit": 8})
     assert dict(asked) == {ANY_GAP: 1.0, 0.0: 8.0} and asked[-1][0] == 0.0 and len(asked) > 3
 
@@ -172,13 +172,13 @@ def test_rows_are_a_multiple_of_devices_and_microbatches():
 
 
 def test_the_fewest_devices_are_the_fewest(monkeypatch):
-    solved, solution = [], TracedStep.solution
+    solved, solution = [], FrontierStep.solution
 
     def noted(step, memory, enough=None, gap=0.0):
         solved.append(tuple(step.options.mesh.shape.items()))
         return solution(step, memory, enough, gap)
 
-    monkeypatch.setattr(TracedStep, "solution", noted)
+    monkeypatch.setattr(FrontierStep, "solution", noted)
     given = {"chip": "v5e", "axes": ("data",), "memory": "64KiB", "donate_argnums": 0, "time_limit": 4}
     plan = autoshard.fewest_devices(product, *FEW, most=32, **given)
     assert len(solved) == len(set(solved))

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 import autoshard
 from autoshard.decorated import ShardedFunction
-from autoshard.frontiers.traced_step import TracedStep
+from autoshard.frontiers.traced_step import FrontierStep
 from autoshard.tactics import FSDP
 
 MESH = AbstractMesh((2,), ("data",))
@@ -71,10 +71,10 @@ def test_less_memory_takes_a_larger_batch_and_fewer_devices():
 
 
 def test_each_variant_is_formulated_once(monkeypatch):
-    made, honest = [], TracedStep.formulation.func
-    counted = type(TracedStep.__dict__["formulation"])(lambda self: made.append(self.program) or honest(self))
-    counted.__set_name__(TracedStep, "formulation")
-    monkeypatch.setattr(TracedStep, "formulation", counted)
+    made, honest = [], FrontierStep.formulation.func
+    counted = type(FrontierStep.__dict__["formulation"])(lambda self: made.append(self.program) or honest(self))
+    counted.__set_name__(FrontierStep, "formulation")
+    monkeypatch.setattr(FrontierStep, "formulation", counted)
     autoshard.frontier(step, WEIGHTS, X, points=3, remat="auto", time_limit=10, **SLOW)
     assert len(made) == len({id(program) for program in made}) >= 2
 

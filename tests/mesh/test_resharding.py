@@ -16,7 +16,7 @@ from autoshard.layout import Layout, spec_of
 from autoshard.mesh import tilings
 from autoshard.mesh.collectives import seconds
 from autoshard.mesh.links import Link
-from autoshard.mesh.resharding import Step, _Group, _path, path, reshard, reshard_seconds, stops
+from autoshard.mesh.resharding import ReshardingStep, _Group, _path, path, reshard, reshard_seconds, stops
 from autoshard.mesh.topology import Topology
 
 MESHES = [{"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}]
@@ -32,7 +32,9 @@ def layouts(mesh_shape, ndim: int) -> list[Layout]:
     ]
 
 
-def observed(mesh_shape, shape, source: Layout, target: Layout, between_operations: bool = False) -> tuple[Step, ...]:
+def observed(
+    mesh_shape, shape, source: Layout, target: Layout, between_operations: bool = False
+) -> tuple[ReshardingStep, ...]:
     """What XLA compiles the resharding to, alone or as a constraint on a value inside."""
     devices = np.array(jax.devices()[: math.prod(mesh_shape.values())])
     mesh = Mesh(devices.reshape(tuple(mesh_shape.values())), tuple(mesh_shape))
@@ -52,7 +54,7 @@ def observed(mesh_shape, shape, source: Layout, target: Layout, between_operatio
 
     jitted = jax.jit(step, in_shardings=before, out_shardings=after)
     hlo = jitted.lower(jax.ShapeDtypeStruct(shape, jnp.float32)).compile().as_text()
-    return tuple(Step(c.kind, c.axes, c.bytes) for c in read_collectives(hlo, mesh_shape))
+    return tuple(ReshardingStep(c.kind, c.axes, c.bytes) for c in read_collectives(hlo, mesh_shape))
 
 
 def check(mesh_shape, shape, source, target, **how):
@@ -167,7 +169,7 @@ def test_seconds_are_those_of_the_steps():
 
 def test_an_uneven_dim_is_padded():
     (step,) = reshard((10,), 4, (("x",),), ((),), {"x": 4})
-    assert step == Step("all_gather", ("x",), 12 * 4)
+    assert step == ReshardingStep("all_gather", ("x",), 12 * 4)
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (2, 4, 2), (8, 8)])

@@ -24,11 +24,11 @@ from autoshard.layout import layout_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.machines import parse_machine
 from autoshard.mesh.targets import compiler_options, target_mesh
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.prices import PriceList
 from autoshard.model.xla.backends import V5E, backend_of
 from autoshard.options import options_of
 from autoshard.planning import cheapest, formulated, lowered
-from autoshard.plans.making import make_plan
+from autoshard.plans.make_plan import make_plan
 from autoshard.program import Value, trace
 from autoshard.propagation import rules_for
 from autoshard.user_plan import Plan
@@ -216,7 +216,7 @@ def test_pieces_that_come_in_order_are_not_copied(spec, copied):
     copies = [step for _, step, _ in Module.of(hlo).executed() if step.opcode == "copy"]
     assert any(shape_bytes(step.shape) >= 2 * experts.size for step in copies) == copied
     found, plain = (
-        Prices(axes, autoshard.topology("v5e:8x8", axes), backend=backend).resharding(
+        PriceList(axes, autoshard.topology("v5e:8x8", axes), backend=backend).resharding(
             Value(0, experts.shape, experts.dtype, experts.size * 2), layout_of(spec, 3), ((),) * 3
         )
         for backend in (V5E, adjusted(V5E, "recopies", pieces=0))
@@ -240,7 +240,7 @@ def test_pieces_that_cut_tiles_are_put_in_order():
         assert [one.kind for one in read_collectives(hlo, axes)] == ["all_gather"]
         return sum(step.cycles * count for _, step, count in Module.of(hlo).executed())
 
-    asked = Prices(axes, autoshard.topology("v5e:4x4", axes), backend=V5E)
+    asked = PriceList(axes, autoshard.topology("v5e:4x4", axes), backend=V5E)
     value = Value(0, stack.shape, stack.dtype, stack.size * 2)
     rows, columns = P(None, "x"), P(None, None, "x")
     by_rows, by_columns = (asked.resharding(value, layout_of(spec, 3), ((),) * 3) for spec in (rows, columns))
@@ -267,7 +267,7 @@ def test_columns_that_cut_tiles_are_put_in_order(machine, hidden):
         hlo = compiled_for(machine, axes, multiplied, (P(None, "x"), spec), P(None, "x"), x, experts)
         return sum(step.cycles * count for _, step, count in Module.of(hlo).executed())
 
-    asked = Prices(axes, autoshard.topology(machine, axes), backend=backend_of(mesh))
+    asked = PriceList(axes, autoshard.topology(machine, axes), backend=backend_of(mesh))
     value = Value(0, experts.shape, experts.dtype, experts.size * 2)
     by_rows, by_columns = P(None, "x"), P(None, None, "x")
     rows, columns = (asked.resharding(value, layout_of(spec, 3), ((),) * 3) for spec in (by_rows, by_columns))
@@ -638,7 +638,7 @@ def test_pieces_of_images_are_copied(machine, source, target, pixels, channels):
     seen = sum(step.cycles for step in done) / CHIPS[parse_machine(machine).chip].clock
 
     def predicted(backend):
-        asked = Prices(axes, autoshard.topology(machine, axes), backend=backend, images={0: (0, 3)})
+        asked = PriceList(axes, autoshard.topology(machine, axes), backend=backend, images={0: (0, 3)})
         value = Value(0, images.shape, images.dtype, images.size * 2)
         return asked.resharding(value, *(layout_of(spec, 4) for spec in (source, target)))
 

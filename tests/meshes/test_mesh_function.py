@@ -13,7 +13,7 @@ import autoshard
 from autoshard.mesh.machines import parse_machine
 from autoshard.meshes import mesh_function
 from autoshard.meshes.candidates import aligned_sizes, named_meshes
-from autoshard.meshes.places import Place
+from autoshard.meshes.places import DevicePlace
 from autoshard.solver.runtime import cutoff
 
 WEIGHTS = {"down": jax.ShapeDtypeStruct((512, 128), np.float32), "up": jax.ShapeDtypeStruct((128, 512), np.float32)}
@@ -40,7 +40,7 @@ def alone(fn, mesh, machine):
 
 def assert_best_of_all(plan, fn, machine):
     """The chosen mesh is the fastest of all candidates, the second is the next, and the table has their figures."""
-    place = Place.of(machine)
+    place = DevicePlace.of(machine)
     meshes = {tuple(mesh.shape.items()): mesh for mesh in place.meshes([])}
     figures = {shape: alone(fn, mesh, machine) for shape, mesh in meshes.items()}
     for shape, *found in plan.meshes:
@@ -159,7 +159,7 @@ def test_what_cannot_be_chosen_from(topology, fixed, error):
 
 def test_the_devices_of_a_machine_are_counted():
     for name in ("v5e:4x4", "2x v5e:2x4", "h100:2x8", "tpu7x:2x2x1", "v5p:4x4x4"):
-        assert Place.of(name).dims.devices == np.prod([*parse_machine(name).axes.values()])
+        assert DevicePlace.of(name).dims.devices == np.prod([*parse_machine(name).axes.values()])
 
 
 def test_only_meshes_with_the_axes_of_tactics_count():

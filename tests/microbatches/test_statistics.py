@@ -233,13 +233,13 @@ def test_a_planted_fault_is_caught(where, name, fault, loss, monkeypatch):
 
 def test_layers_take_no_walk_each(monkeypatch):
     """Statistics of all layers are found in one walk over the step, and known in the next."""
-    walks, walk = [], proof._Walk.step
+    walks, walk = [], proof._ProofWalk.step
 
     def counted(self, whole, part):
         walks.append(len(self.sums))
         return walk(self, whole, part)
 
-    monkeypatch.setattr(proof._Walk, "step", counted)
+    monkeypatch.setattr(proof._ProofWalk, "step", counted)
     args = arguments(batch_norm)
     traced = replace(traced_step(trained(batch_norm), args, {}, has_rule=has_rule), has_own_statistics=True)
     in_microbatches(traced, COUNT)

@@ -16,10 +16,10 @@ from autoshard.layout import layouts_of
 from autoshard.model import formulating as module
 from autoshard.model.formulating import formulate
 from autoshard.model.formulation import Formulation
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.prices import PriceList
 from autoshard.model.resharding_memory import Resharding
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.plans.chosen import prediction_of
+from autoshard.plans.chosen_options import prediction_of
 from autoshard.propagation import rules_for
 from autoshard.solver import solve
 from autoshard.solver.exact.exhaustive import exhaustive
@@ -398,7 +398,7 @@ def test_free_reshardings_are_caught(monkeypatch):
     def free(self, value, sources, targets, readers=None):
         return np.zeros((len(sources), len(targets)))
 
-    monkeypatch.setattr(Prices, "table", free)
+    monkeypatch.setattr(PriceList, "table", free)
     with pytest.raises(AssertionError):
         assert_priced(formulation_of("forward"))
 

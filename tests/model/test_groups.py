@@ -22,7 +22,7 @@ from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, rounded_for
 from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.rounding import widths_of
 from autoshard.program import Program, Value, trace
-from autoshard.program.turns import UNKNOWN_TURNS
+from autoshard.program.trip_counts import UNKNOWN_TURNS
 from autoshard.propagation import rules_for
 
 

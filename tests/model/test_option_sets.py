@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.model.formulating import formulate
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.option_sets import argument_homes, growing
+from autoshard.model.option_sets import argument_homes, partial_problems
 from autoshard.model.option_sets.option_set import OptionSet, place_of
 from autoshard.model.regions.strategies import is_call, operation_strategies
 from autoshard.ops import attention
@@ -36,7 +36,7 @@ def offered(options, place, factors):
 
 
 def test_blocks_are_taken_together():
-    found = offered(OptionSet(growing.coarse_partitions(AXES)), None, [0, 1])
+    found = offered(OptionSet(partial_problems.coarse_partitions(AXES)), None, [0, 1])
     assert found[0] == (None,) * 4 and len(set(found)) == len(found)
     for one in itertools.product([None, 0, 1], repeat=4):
         runs = [factor for factor, _ in itertools.groupby(one)]
@@ -67,7 +67,7 @@ def whole():
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    monkeypatch.setattr(growing, "MOST_LAYOUTS", 0)
+    monkeypatch.setattr(partial_problems, "MOST_LAYOUTS", 0)
 
 
 def test_a_small_problem_is_priced_whole(whole):
@@ -86,8 +86,8 @@ def test_a_part_holds_a_good_choice(whole, in_parts):
 
 
 def test_the_oracle_finds_a_part_without_good_choices(whole, in_parts, monkeypatch):
-    monkeypatch.setattr(growing, "coarse_partitions", lambda axes: ((tuple(axes),),))
-    monkeypatch.setattr(growing, "REFINEMENTS", 0)
+    monkeypatch.setattr(partial_problems, "coarse_partitions", lambda axes: ((tuple(axes),),))
+    monkeypatch.setattr(partial_problems, "REFINEMENTS", 0)
     with pytest.raises(AssertionError):
         assert_close_and_true(planned(), whole)
 
@@ -97,18 +97,22 @@ def test_each_part_holds_the_choice_of_the_one_before(whole):
     options = options_of(MESH, topology="v5e:4x4")
     how = {"memory": options.memory, "backend": options.backend}
     make = functools.partial(formulate, program, rules_for(program), dict(MESH.shape), options.topology, **how)
-    first = make(offered=OptionSet(growing.coarse_partitions(AXES)))
+    first = make(offered=OptionSet(partial_problems.coarse_partitions(AXES)))
     best = solve_within(first, 10)
-    near = make(offered=growing.near_choice(first, best.choice, ()))
+    near = make(offered=partial_problems.near_choice(first, best.choice, ()))
     assert solve_within(near, 10).cost <= best.cost * (1 + 1e-9)
-    assert 0 < growing.least_seconds(near) <= whole.cost
+    assert 0 < partial_problems.least_seconds(near) <= whole.cost
 
 
 def test_of_a_call_with_implementations_only_what_is_offered_is_priced():
     rows, mesh = [jax.ShapeDtypeStruct((1, 4096, 16, 64), np.float32)] * 3, dict(MESH.shape)
     options = options_of(MESH, topology="v5e:4x4")
     program = autoshard.autoshard(attention, mesh=MESH, topology="v5e:4x4").trace(*rows)
-    how = {"memory": options.memory, "backend": options.backend, "offered": OptionSet(growing.coarse_partitions(AXES))}
+    how = {
+        "memory": options.memory,
+        "backend": options.backend,
+        "offered": OptionSet(partial_problems.coarse_partitions(AXES)),
+    }
     made = formulate(program, rules_for(program), mesh, options.topology, **how)
     (group,) = (group for group in made.groups if is_call(group))
 
@@ -128,7 +132,7 @@ def test_of_a_call_with_implementations_only_what_is_offered_is_priced():
     chosen = {axis: full[axis] for axis in AXES[1:]}  # but if it was chosen, it is kept
     offered = operation_strategies(group, mesh, OptionSet((), {group.index: chosen}, changes=1))
     assert chosen in [place_in(one) for one in offered if one.run.name] and len(offered) < len(every) / 4
-    mixed = OptionSet(growing.coarse_partitions(AXES), {group.index: chosen}, changes=1)
+    mixed = OptionSet(partial_problems.coarse_partitions(AXES), {group.index: chosen}, changes=1)
     hybrid = [place_in(one) for one in operation_strategies(group, mesh, mixed) if one.run.name == "ulysses_ring"]
     assert hybrid and all(sum(place.get(axis) != chosen.get(axis) for axis in AXES) <= 1 for place in hybrid)
 
@@ -163,15 +167,15 @@ def test_where_a_part_does_not_fit_the_error_claims_no_more(in_parts):
 
 
 def test_parts_are_searched_as_the_user_says(in_parts, monkeypatch):
-    asked, solve = [], growing.solve_within
+    asked, solve = [], partial_problems.solve_within
 
     def noted(part, seconds, **how):
         asked.append(how["search"])
         return solve(part, seconds)
 
-    monkeypatch.setattr(growing, "solve_within", noted)
+    monkeypatch.setattr(partial_problems, "solve_within", noted)
     planned(search="flexflow", time_limit=2)
-    assert asked == ["flexflow"] * growing.REFINEMENTS
+    assert asked == ["flexflow"] * partial_problems.REFINEMENTS
 
 
 def planned_homes(fixed=None):

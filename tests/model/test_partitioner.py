@@ -13,7 +13,7 @@ from programs import f32, formulated, random_choices, round_topology
 import autoshard
 from autoshard.model.formulation import Formulation
 from autoshard.model.partitioner import products, reshards
-from autoshard.model.partitioner.choosing import as_given
+from autoshard.model.partitioner.choosing import GivenLayouts, as_given
 from autoshard.solver import solve
 from autoshard.solver.verify import verify
 
@@ -61,6 +61,18 @@ def test_what_choices_leave_is_left_so(mesh):
         assert_followed(formulation, layouts)
         # the same choice leaves values so; the cheapest that does costs no more
         assert as_given(formulation, layouts, {}).cost <= verify(formulation.problem, choice)[0] * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("mesh", [LINE, PLANE], ids=["line", "plane"])
+def test_what_is_given_is_chosen_alike_where_nothing_else_is_priced(mesh):
+    formulation = formulated(forward, X, W, V, mesh=mesh, topology=TOPOLOGY)
+    for choice in random_choices(formulation, 5):
+        layouts = left(formulation, choice)
+        alone = formulated(forward, X, W, V, mesh=mesh, topology=TOPOLOGY, offered=GivenLayouts(layouts=layouts))
+        among_all, among_few = as_given(formulation, layouts, {}), as_given(alone, layouts, {})
+        assert among_few.cost == pytest.approx(among_all.cost, rel=1e-12)
+        assert left(alone, among_few.choice) == left(formulation, among_all.choice) == layouts
+        assert sum(len(one.strategies) for one in alone.priced) < sum(len(one.strategies) for one in formulation.priced)
 
 
 def test_nothing_given_is_the_cheapest_without_a_limit():

@@ -18,7 +18,7 @@ from autoshard.model.groups import Group
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy, strategies_of
 from autoshard.model.xla.backends import CPU, V5P
 from autoshard.plans.annotations import Annotations
-from autoshard.plans.chosen import scatter_of
+from autoshard.plans.chosen_options import scatter_of
 
 
 def convolved(x, kernel):

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
 from autoshard import ArgumentError, autoshard
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.ops import attention
 from autoshard.ops.attending import rings
 from autoshard.propagation.registry import rule_of

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
 from autoshard import Link, autoshard
-from autoshard.operations import Run
-from autoshard.operations.running import Call
+from autoshard.operations import CallRun
+from autoshard.operations.call import Call
 from autoshard.ops.dispatching.exchange import capacity_of
 from autoshard.propagation.registry import rule_of
 
@@ -84,7 +84,7 @@ CALLS = functools.cache(lambda dtype: calls_of(*arrays_of(dtype), LOADS["even"])
 )
 def test_an_exchange_computes_the_same_numbers_whatever_the_load(shape, roles, dtype):
     """The backward pass computes the forward pass again; a planned step below runs that by itself."""
-    mesh, run = mesh_of(shape), Run("exchange", tuple(roles.items()))
+    mesh, run = mesh_of(shape), CallRun("exchange", tuple(roles.items()))
     _, (call, inputs) = CALLS(dtype)
     assert call.can_run(run, shape)
     function, expected = jax.jit(call.on_mesh(run, mesh)), jax.jit(call.operation.function)
@@ -108,7 +108,7 @@ def test_experts_that_lie_on_devices_are_planned_with_an_exchange_as_predicted()
 @pytest.mark.parametrize(("name", "roles"), [("exchange_scattered", {"experts": ("y",)}), ("scattered", {})])
 def test_sums_over_the_rows_of_groups_may_be_scattered(name, roles):
     """Each device gets a part of the gradients, as the planned step below wants them."""
-    shape, run = {"x": 2, "y": 4}, Run(name, tuple({**roles, "data": ("x",)}.items()))
+    shape, run = {"x": 2, "y": 4}, CallRun(name, tuple({**roles, "data": ("x",)}.items()))
     wide, narrow = (normal(8, 6, 10, seed=1), normal(8, 10, 6, seed=2)), (normal(48, 6), normal(48, 3, seed=3))
     arrays = {"up": wide[0], "down": wide[1]}, *narrow, LOADS["skewed"]
     _, (call, inputs) = calls_of(*arrays)

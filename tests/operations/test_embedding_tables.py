@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
 from autoshard import ArgumentError, Link, autoshard
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.ops import EmbeddingTables
 from autoshard.ops.tables import balancing
 from autoshard.ops.tables.balancing import balanced, greedy, karmarkar_karp, loads

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
 from autoshard import ArgumentError, Link, autoshard
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.ops import fft
 from autoshard.ops.fourier import implementations
 from autoshard.ops.fourier.fft import fft_operation
-from autoshard.ops.fourier.kinds import Transform
+from autoshard.ops.fourier.transform import Transform
 from autoshard.propagation.registry import rule_of
 
 MESHES = {"row": {"x": 8}, "grid": {"x": 4, "y": 2}}

@@ -81,7 +81,7 @@ def test_planned_it_computes_the_same_numbers(how):
 @pytest.mark.parametrize("shape", [*(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[:2]), SHAPES[2]])
 def test_every_split_computes_the_same_numbers(shape):
     """All that plans may choose, forward and backward, of an implementation and of a rule with partial sums."""
-    from autoshard.operations.running import Call
+    from autoshard.operations.call import Call
     from autoshard.propagation.registry import rule_of
 
     mesh, w = mesh_of(shape), normal(64, 16, seed=1)

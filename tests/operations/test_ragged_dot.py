@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
 from autoshard import ArgumentError, Link, autoshard
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.ops import ragged_dot
 from autoshard.propagation.registry import rule_of
 

@@ -19,7 +19,7 @@ from oracles import mesh_of
 from sweeps import some
 
 from autoshard import ops
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.propagation.registry import rule_of
 
 MESHES = ({"x": 8}, {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2})

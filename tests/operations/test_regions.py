@@ -22,10 +22,10 @@ from autoshard import autoshard, operation
 from autoshard.mesh.targets import target_mesh
 from autoshard.model.formulating import formulate
 from autoshard.model.grouping import groups_of
-from autoshard.model.regions.pricing import Regions
+from autoshard.model.regions.pricing import RegionPrices
 from autoshard.model.regions.strategies import is_call
-from autoshard.operations.running import Call
-from autoshard.operations.split import Run
+from autoshard.operations.call import Call
+from autoshard.operations.split import CallRun
 from autoshard.options import options_of
 from autoshard.propagation import registry
 from autoshard.propagation.registry import rule_of, rules_for
@@ -116,9 +116,9 @@ def test_a_region_with_other_collectives_is_caught(monkeypatch):
         test_a_shard_map_is_predicted()
 
 
-SEQUENCES = [Run("", (("b", ("x", "y")),)), Run("zigzag", (("b", ("x",)), ("ring", ("y",))))]
-HEADS = [Run("", (("b", ("x",)), ("g", ("y",)))), Run("zigzag", (("g", ("x",)), ("ring", ("y",))))]
-ROWS = [Run("", (("q", ("x", "y")),)), Run("zigzag", (("ring", ("x", "y")),))]
+SEQUENCES = [CallRun("", (("b", ("x", "y")),)), CallRun("zigzag", (("b", ("x",)), ("ring", ("y",))))]
+HEADS = [CallRun("", (("b", ("x",)), ("g", ("y",)))), CallRun("zigzag", (("g", ("x",)), ("ring", ("y",))))]
+ROWS = [CallRun("", (("q", ("x", "y")),)), CallRun("zigzag", (("ring", ("x", "y")),))]
 
 
 def priced_runs(machine, runs):
@@ -130,7 +130,7 @@ def priced_runs(machine, runs):
     loss = jax.grad(lambda rows: library.ops.attention(*rows, is_causal=True).astype(jnp.float32).sum())
     program = autoshard(loss, mesh=mesh, topology=machine).trace(rows)
     groups = [one for one in groups_of(program, rules_for(program), options.backend, shape) if is_call(one)]
-    regions = Regions(program, shape, options.topology, options.backend, formulate)
+    regions = RegionPrices(program, shape, options.topology, options.backend, formulate)
     found = []
     for group in groups:
         known = group.equations[0].params["operation"].priced
@@ -158,9 +158,9 @@ def test_axes_beside_those_of_roles_are_one():
     loss = jax.grad(lambda bias, rows: library.ops.attention(*rows, bias).sum())
     program = autoshard(loss, mesh=mesh, topology="v5e:4x8").trace(bias, rows)
     *_, group = (one for one in groups_of(program, rules_for(program), options.backend, shape) if is_call(one))
-    regions = Regions(program, shape, options.topology, options.backend, formulate)
+    regions = RegionPrices(program, shape, options.topology, options.backend, formulate)
     known = group.equations[0].params["operation"].priced
-    runs = [Run("ulysses", (("b", axes), ("heads", ("ring",)))) for axes in (("x", "y"), ("z",))]
+    runs = [CallRun("ulysses", (("b", axes), ("heads", ("ring",)))) for axes in (("x", "y"), ("z",))]
     known.clear()
     shared = [regions.of(group, run) for run in runs]
     assert len(known) == 1

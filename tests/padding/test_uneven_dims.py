@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, tally
 
 from autoshard import ArgumentError, MemoryLimitError, MicrobatchError, Plan, PlanError, autoshard
-from autoshard.operations.running import Call
+from autoshard.operations.call import Call
 from autoshard.padding.dims import resizing, rewriting
 from autoshard.padding.dims.classes import DimClasses
 from autoshard.padding.dims.rewriting import UnevenStep

@@ -23,7 +23,7 @@ from autoshard.program import trace
 from autoshard.propagation import Rule, propagate_layouts, registry, rules_for
 from autoshard.propagation.rule import RuleBuilder, whole
 from autoshard.propagation.rules.elementwise import shapes_of
-from autoshard.propagation.rules.without import WITHOUT_RULE
+from autoshard.propagation.rules.primitives_without_rules import WITHOUT_RULE
 
 MESH = {"x": 2}
 

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.program import trace
 from autoshard.propagation import rule_of
-from autoshard.propagation.halos import Rows, hops
+from autoshard.propagation.halos import HaloRows, hops
 from autoshard.propagation.stencils import with_stencils
 
 GRID = jax.ShapeDtypeStruct((64, 32), "float32")
@@ -108,7 +108,7 @@ def test_a_stencil_does_not_reach_into_a_checkpoint():
 )
 def test_hops_bring_every_row(pieces, before, after, wraps):
     """Against the rows themselves: what a device puts together is what it reads."""
-    size, rows = 32, Rows(0, "i", before, after, 0, 32, wraps)
+    size, rows = 32, HaloRows(0, "i", before, after, 0, 32, wraps)
     shard = size // pieces
     shards = np.arange(size).reshape(pieces, shard)
     found = np.full((pieces, shard + before + after), -1)
@@ -126,6 +126,6 @@ def test_hops_bring_every_row(pieces, before, after, wraps):
 
 
 def test_rows_that_do_not_matter_are_not_sent():
-    assert not hops(Rows(0, "i", 1, -1, 0, 1), 32, 4)  # its first row is read by the device that has it
-    (far,) = hops(Rows(0, "i", -31, 31, 31, 32), 32, 4)
+    assert not hops(HaloRows(0, "i", 1, -1, 0, 1), 32, 4)  # its first row is read by the device that has it
+    (far,) = hops(HaloRows(0, "i", -31, 31, 31, 32), 32, 4)
     assert far.pairs == ((3, 0),) and far.stop - far.start == 1

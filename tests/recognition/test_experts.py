@@ -333,7 +333,7 @@ def test_a_fault_in_one_layer_leaves_the_others_operations(monkeypatch):
 
     put_in = rewriting._put_in
     monkeypatch.setattr(rewriting, "_put_in", faulty)
-    monkeypatch.setattr(boundary, "RAISES", False)
+    monkeypatch.setattr(boundary, "RAISES_ERRORS", False)
     found = recognized(lambda params, x: scattered(params, x) + of_one(params, x), PARAMS, X)
     assert counts_of(found.jaxpr) == (1, 4)
 

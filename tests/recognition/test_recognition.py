@@ -17,7 +17,7 @@ from models import llama
 
 from autoshard import autoshard, plan, topology
 from autoshard.jaxprs import inner_jaxprs
-from autoshard.recognition import matching, recognized, rewriting
+from autoshard.recognition import attention_weights, recognized, rewriting
 
 ROWS = 12
 HEADS = jax.ShapeDtypeStruct((2, ROWS, 4, 8), jnp.float32)
@@ -217,7 +217,7 @@ def test_what_only_looks_like_attention_stays(name):
 
 def test_without_the_comparison_lookalikes_would_pass(monkeypatch):
     """The comparison on small arrays is what tells them apart."""
-    monkeypatch.setattr(matching, "_holds", lambda found: True)
+    monkeypatch.setattr(attention_weights, "_holds", lambda found: True)
     fill = UNLIKE["a fill that hides little"]
     assert recognized(jax.make_jaxpr(fill)(HEADS, HEADS, HEADS), 1) is not None
 

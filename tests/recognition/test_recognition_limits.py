@@ -149,7 +149,7 @@ def test_a_fault_of_recognition_ends_no_plan(monkeypatch, caplog):
     mesh = jax.sharding.AbstractMesh((4,), ("x",))
     with pytest.raises(ZeroDivisionError):
         plan(lambda x: x + 1, jnp.ones(8), mesh=mesh)
-    monkeypatch.setattr(boundary, "RAISES", False)
+    monkeypatch.setattr(boundary, "RAISES_ERRORS", False)
     with caplog.at_level(logging.WARNING, "autoshard"):
         assert plan(lambda x: x + 1, jnp.ones(8), mesh=mesh) is not None
     assert caplog.records[0].exc_info is not None

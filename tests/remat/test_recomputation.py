@@ -14,7 +14,7 @@ from sweeps import some
 from autoshard.mesh.presets import topology
 from autoshard.remat import loops
 from autoshard.remat.cuts import cuts
-from autoshard.remat.recomputation import EXPOSED, Recomputation
+from autoshard.remat.recomputation import EXPOSED_TRANSFER_SHARES, Recomputation
 
 MACHINE = topology("v5e:4x2", {"x": 4, "y": 2})
 LAYERS, ROWS, WIDTH = 4, 6, 8
@@ -261,7 +261,7 @@ def test_numbers_are_those_of_the_step(name):
 )  # fmt: skip
 def test_numbers_are_those_of_the_step_where_values_are_moved_to_hosts(name):
     found = recomputation(STEPS[name])
-    level = found.levels_of(1, EXPOSED[0])[-1]
+    level = found.levels_of(1, EXPOSED_TRANSFER_SHARES[0])[-1]
     assert level.moved > 0 and level.bytes < found.levels_on_devices[-1].bytes
     check_numbers(found, STEPS[name], level)
 
@@ -315,7 +315,7 @@ def test_a_missing_stack_is_caught(monkeypatch):
     def turned(loop, env, *rest, **how):
         reverse = loop.eqn.params["reverse"]
         wrong = loop.eqn.replace(params=loop.eqn.params | {"reverse": not reverse}) if reverse else loop.eqn
-        return right(loops.Loop(wrong, loop.consts, loop.carries, loop.body), env, *rest, **how)
+        return right(loops.NumberedLoop(wrong, loop.consts, loop.carries, loop.body), env, *rest, **how)
 
     found = recomputation(STEPS["plain"])
     monkeypatch.setattr(loops, "_scan", turned)

@@ -132,7 +132,7 @@ def test_places_that_shift_with_the_rows_are_refused():
     few = [jax.ShapeDtypeStruct((32, 256), jnp.float32), *whole[1:]]
     variants = autoshard.autoshard(step, mesh=mesh_of(AXES), topology=v5e(AXES)).variants(*whole)
     for site in sites(variants.step.closed, REWRITES["product_chain"], 4):
-        made = by_laws(variants, [site.said], 4)
+        made = by_laws(variants, [site.rewritten_places], 4)
         made.step.again(tuple(whole))
         with pytest.raises(MicrobatchError, match="product_chain applies in other places"):
             made.step.again(tuple(few))

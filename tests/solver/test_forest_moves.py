@@ -8,7 +8,7 @@ from problems import answer, hard_problem, random_problem
 from autoshard.solver import solve
 from autoshard.solver.bounds.forbid_options import OptionBounds
 from autoshard.solver.exact.exhaustive import exhaustive
-from autoshard.solver.local_search.forest_moves import ForestMoves, Moves
+from autoshard.solver.local_search.forest_moves import ForestMoves, ForestState
 from autoshard.solver.method import Method
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.problem import Edge, Problem
@@ -53,11 +53,13 @@ def test_a_choice_from_elsewhere_gets_better_or_stays():
         if kind != "costs":
             continue
         start = [0] * len(problem.costs)
-        before, after = (verify(free, choice)[0] for choice in (start, Moves(free, RNG(seed)).improved(start, NONE, 2)))
+        before, after = (
+            verify(free, choice)[0] for choice in (start, ForestState(free, RNG(seed)).improved(start, NONE, 2))
+        )
         assert value * (1 - 1e-9) <= after <= before * (1 + 1e-9)
         better += after < before
         if problem.limit is not None:
-            moves = Moves(problem, RNG(seed))
+            moves = ForestState(problem, RNG(seed))
             for price in (0.0, 1e-6, 1.0):
                 choice = moves.improved(start, np.full(len(moves.prices), price), 2)
                 assert choice is None or fits(verify(problem, choice)[1], problem.limit)

@@ -92,8 +92,8 @@ def test_the_larger_of_two_costs(seeds):
 
 
 def test_a_second_cost_that_is_forgotten_is_caught(monkeypatch):
-    totals = integer_program._Program.totals
-    monkeypatch.setattr(integer_program._Program, "totals", lambda *args: totals(*args)[:1])
+    totals = integer_program._ChoiceProgram.totals
+    monkeypatch.setattr(integer_program._ChoiceProgram, "totals", lambda *args: totals(*args)[:1])
     with pytest.raises(AssertionError):
         assert_larger_is_least(range(20))
 
@@ -135,7 +135,7 @@ def test_what_is_far_too_large_for_what_is_left():
 
 def test_the_oracle_can_fail(monkeypatch):
     """A program that forgets its memory rows is caught."""
-    monkeypatch.setattr(integer_program._Memory, "room", lambda self, limit: self.most - self.least)
+    monkeypatch.setattr(integer_program._MemoryRows, "room", lambda self, limit: self.most - self.least)
     with pytest.raises(AssertionError):
         for seed in range(200):
             assert_optimal(random_problem(seed, nodes=5))

@@ -11,7 +11,7 @@ from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.method import Method
 from autoshard.solver.problem import Edge, InfeasibleError, Live, Problem, Solution
-from autoshard.solver.run import Run
+from autoshard.solver.run import SolverRun
 from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
 from autoshard.solver.symmetry.kind_problem import kind_problem
@@ -122,13 +122,13 @@ def test_what_is_alike_may_differ_where_that_pays():
 def test_a_large_problem_is_solved_as_one(monkeypatch):
     """Nothing else is asked of a problem whose layers are alike: neither its own parts nor the integer program."""
     sizes = []
-    whole = Run.solve
+    whole = SolverRun.solve
 
     def noted(self, incumbent, **options):
         sizes.append(len(incumbent.problem.costs))
         return whole(self, incumbent, **options)
 
-    monkeypatch.setattr(Run, "solve", noted)
+    monkeypatch.setattr(SolverRun, "solve", noted)
     problem = chain(200, 3)
     found = solve_repeated(problem)
     assert max(sizes) < 20 and found.gap <= CLOSE

@@ -11,14 +11,14 @@ from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.least_memory import LeanChoice, lean, leanest
 from autoshard.solver.method import USUAL
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.run import NoChoice, Run
+from autoshard.solver.run import NoChoice, SolverRun
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.settings import PROVEN
 from autoshard.solver.verify import verify
 
 
-def run_of(problem: Problem, seconds: float = 60.0) -> Run:
-    run = Run(
+def run_of(problem: Problem, seconds: float = 60.0) -> SolverRun:
+    run = SolverRun(
         problem,
         seed=0,
         threads=1,

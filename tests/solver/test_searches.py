@@ -11,7 +11,7 @@ from sweeps import spread
 from autoshard.errors import SolverError
 from autoshard.solver import SEARCHES, Edge, ForbiddenError, InfeasibleError, Live, Problem, solve
 from autoshard.solver.method import Method
-from autoshard.solver.run import NoChoice, Part, Run, count_options
+from autoshard.solver.run import NoChoice, ProblemPart, SolverRun, count_options
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.searches.exact import optcnn
 from autoshard.solver.searches.exact.mini_buckets import MiniBuckets, smallest_tables_first
@@ -29,12 +29,12 @@ FEW = 50  # problems of each kind
 EXACT = ("alpa", "optcnn", "pase", "tensoropt")  # what proves the optimum of any small problem
 
 
-def part_of(problem: Problem, *, work: float = 4.0, seed: int = 0) -> tuple[Part, Run]:
+def part_of(problem: Problem, *, work: float = 4.0, seed: int = 0) -> tuple[ProblemPart, SolverRun]:
     """A whole problem as one part, as it is: presolve would solve most small ones."""
     how = {"iterations": None, "counts_work": True, "goal": PROVEN, "sizes": USUAL_SIZES, "algorithms": ()}
-    run = Run(problem, seed=seed, threads=1, budget=Budget(work, np.inf), progress=None, **how)
+    run = SolverRun(problem, seed=seed, threads=1, budget=Budget(work, np.inf), progress=None, **how)
     options = count_options(problem)
-    part = Part(run.incumbent, is_large=False, bounds_pay=False, of_whole=True, share=1.0, options_left=options)
+    part = ProblemPart(run.incumbent, is_large=False, bounds_pay=False, of_whole=True, share=1.0, options_left=options)
     return part, run
 
 

@@ -32,7 +32,7 @@ from autoshard.solver.local_search.forest_moves import ForestMoves
 from autoshard.solver.local_search.settings import RoundSettings
 from autoshard.solver.method import ALGORITHMS, Method
 from autoshard.solver.problem import Edge, InfeasibleError, Live
-from autoshard.solver.run import Run
+from autoshard.solver.run import SolverRun
 from autoshard.solver.runtime import clock
 from autoshard.solver.runtime.clock import Clock
 from autoshard.solver.settings import Goal, Sizes
@@ -419,7 +419,7 @@ def test_two_processes_agree_bit_for_bit():
 
 
 def test_no_choice_in_time_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(Run, "solve", lambda *_, **__: None)
+    monkeypatch.setattr(SolverRun, "solve", lambda *_, **__: None)
     for problem in (hard_problem(), replace(hard_problem(), limit=None).restrict({0: [1]})):
         with pytest.raises(SolverError, match="raise time_limit"):
             solve(problem, time_limit=0.5)

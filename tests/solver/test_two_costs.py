@@ -88,7 +88,7 @@ def test_near():
 
 
 def test_a_search_near_the_wrong_options_is_caught(monkeypatch):
-    monkeypatch.setattr(two_costs, "NEAR", (0,))
+    monkeypatch.setattr(two_costs, "NEAR_OPTION_COUNTS", (0,))
     with pytest.raises(AssertionError):
         test_near()
 

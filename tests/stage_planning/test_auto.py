@@ -19,7 +19,7 @@ from autoshard.stage_planning.planned_stage import _hops
 from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key
-from autoshard.stages.stacks import Origin
+from autoshard.stages.stacks import EquationOrigin
 from autoshard.stages.units import Units
 
 WIDTH, LAYERS, ROWS = 61, 4, 8  # no mesh axis divides the width: a plan without stages has all weights on every device
@@ -252,7 +252,9 @@ def test_a_unit_that_cannot_be_cut_out_leaves_the_others_of_its_kind():
     kinds = (1.0, 2.0, 2.0, 2.0, 2.0, 3.0)
     units = SimpleNamespace(
         units=[
-            SimpleNamespace(forward_flops=kind, parameter_bytes=0, made_bytes=0, crossing_bytes=1, start=Origin(i))
+            SimpleNamespace(
+                forward_flops=kind, parameter_bytes=0, made_bytes=0, crossing_bytes=1, start=EquationOrigin(i)
+            )
             for i, kind in enumerate(kinds)
         ]
     )

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.stage_planning import choosing
 from autoshard.stage_planning.exact_stages import (
-    MOST_LEANER,
+    MOST_LEANER_PLANS,
     _fast_where_there_is_room,
     _StagePlanner,
     exact_pipeline,
@@ -101,7 +101,7 @@ def test_stages_of_a_kind_share_a_few_leaner_plans(step, leaner):
     limits = [100.0, *(30.0 + step * i for i in range(10)), 200.0]
     first = planner.plans_within([shape] * 12, [1.0] * 12, limits, 1)
     assert max(map(len, first)) == 2 and len(stages.asked) == 3
-    found = planner.plans_within([shape] * 12, [1.0] * 12, limits, MOST_LEANER)
+    found = planner.plans_within([shape] * 12, [1.0] * 12, limits, MOST_LEANER_PLANS)
     assert sum(memory == np.inf for _, memory, _ in stages.asked) == 2 and len(stages.asked) == 2 + leaner
     assert len(found[0]) == len(found[11]) == 1
     for plans, limit in zip(found[1:11], limits[1:11], strict=True):

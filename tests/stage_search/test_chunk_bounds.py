@@ -12,7 +12,7 @@ from autoshard.pipeline import schedule, simulate
 from autoshard.stage_search import Channel, DeviceRow, LayerCosts, MicrobatchCosts, StageSpace, SubMesh, search_stages
 from autoshard.stage_search.chunks import ChunkProblem, mean_bound
 from autoshard.stage_search.fractional import fractional_bound
-from autoshard.stage_search.room import RoomForLayers, _DeviceLimits
+from autoshard.stage_search.layer_capacity import RoomForLayers, _DeviceLimits
 from autoshard.stage_search.simulating import schedule_facts, schedule_form
 from autoshard.stage_search.tightening import KindBound
 from autoshard.stage_search.whole_layers import LAST_LAYERS, LayerSeconds, WholeLayers, endings, least_per_layer

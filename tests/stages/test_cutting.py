@@ -12,11 +12,11 @@ from one_device import cut_evenly, cuttable, run_in_order
 from pipeline_steps import LAYERS, ROWS, STEPS, WIDTH, layer, numbers, scanned, weights_of_layer
 
 from autoshard import MicrobatchError
-from autoshard.microbatches.forms import form_of
+from autoshard.microbatches.canonical_forms import form_of
 from autoshard.pipeline import SCHEDULES, schedule
 from autoshard.stages.cutting import cut
 from autoshard.stages.programs import Key
-from autoshard.stages.traced import program_of
+from autoshard.stages.stage_layouts import program_of
 
 ACTIVATION = (ROWS // 2, 4, WIDTH)
 

@@ -12,7 +12,7 @@ from pipeline_steps import numbers
 
 from autoshard import autoshard
 from autoshard.pipeline import simulate
-from autoshard.stages.running.run import Run
+from autoshard.stages.running.run import ThreadedRun
 
 STAGES, MICROBATCHES, WIDTH = 4, 6, 4
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
@@ -42,7 +42,7 @@ def sharded():
 def most_held(sharded, monkeypatch):
     """Per device of the mesh, the most microbatches of which residuals lie there after any task."""
     found: dict[int, set[int]] = {}
-    after = Run.task
+    after = ThreadedRun.task
 
     def task(self, task, device, state):
         after(self, task, device, state)
@@ -55,7 +55,7 @@ def most_held(sharded, monkeypatch):
             for where, several in held.items():
                 found[where] = max(found.get(where, 0), len(several))
 
-    monkeypatch.setattr(Run, "task", task)
+    monkeypatch.setattr(ThreadedRun, "task", task)
     results = sharded(*ARGS)
     return [found[device] for device in range(STAGES)], results
 
@@ -64,8 +64,10 @@ def most_held(sharded, monkeypatch):
 def test_no_device_holds_more_than_the_schedule_says(late, sharded, monkeypatch):
     """Also where one device is later with all its tasks than the others: a stage that it keeps for has gone on."""
     schedule = sharded.pipeline(*ARGS).schedule
-    task = Run.task
-    monkeypatch.setattr(Run, "task", lambda self, *args: (time.sleep(0.01 * (args[1] == late)), task(self, *args)))
+    task = ThreadedRun.task
+    monkeypatch.setattr(
+        ThreadedRun, "task", lambda self, *args: (time.sleep(0.01 * (args[1] == late)), task(self, *args))
+    )
     assert schedule.evictions
     held, results = most_held(sharded, monkeypatch)
     assert_equal(jax.tree.map(np.asarray, results), jax.tree.map(np.asarray, jax.jit(train)(*ARGS)))
@@ -75,8 +77,8 @@ def test_no_device_holds_more_than_the_schedule_says(late, sharded, monkeypatch)
 
 def test_the_oracle_sees_what_is_not_evicted(sharded, monkeypatch):
     evicted = []
-    monkeypatch.setattr(Run, "evict", lambda self, forward, device, keeper: evicted.append((forward, keeper)))
-    monkeypatch.setattr(Run, "bring_back", lambda self, forward, device: None)
+    monkeypatch.setattr(ThreadedRun, "evict", lambda self, forward, device, keeper: evicted.append((forward, keeper)))
+    monkeypatch.setattr(ThreadedRun, "bring_back", lambda self, forward, device: None)
     held, _ = most_held(sharded, monkeypatch)
     assert len(evicted) == len(sharded.pipeline(*ARGS).schedule.evictions)
     assert held[0] == STAGES

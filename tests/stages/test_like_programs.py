@@ -10,8 +10,8 @@ from one_device import cuttable
 from pipeline_steps import ROWS, STEPS, WIDTH, layer, numbers, weights_of_layer
 
 from autoshard.jaxprs import Literal
-from autoshard.microbatches import forms, proof
-from autoshard.microbatches.forms import form_of
+from autoshard.microbatches import canonical_forms, proof
+from autoshard.microbatches.canonical_forms import form_of
 from autoshard.stages.building import Builder
 from autoshard.stages.cutting import cut
 from autoshard.stages.stacks import taken_apart
@@ -84,14 +84,14 @@ def test_programs_that_stand_for_others_are_what_these_would_be(name, monkeypatc
         assert others >= 4, "of the stages between the first and the last one stands for both"
 
 
-number_of = forms.VariableNumbers.__call__
+number_of = canonical_forms.VariableNumbers.__call__
 FAULTS = {
     "with other numbers": (
-        forms.VariableNumbers,
+        canonical_forms.VariableNumbers,
         "__call__",
         lambda self, atom: "a number" if isinstance(atom, Literal) else number_of(self, atom),
     ),
-    "at other lines": (forms, "_line", lambda eqn: ()),
+    "at other lines": (canonical_forms, "_line", lambda eqn: ()),
 }
 
 
@@ -112,7 +112,7 @@ def test_forms_tell_numbers_and_bodies_of_loops_apart():
 
 
 def test_parameters_that_only_compare_equal_have_forms_of_their_own():
-    assert len({forms._same(one) for one in (1, True, 1.0, np.float32(1), (1,), -0.0, 0.0)}) == 7
+    assert len({canonical_forms._same(one) for one in (1, True, 1.0, np.float32(1), (1,), -0.0, 0.0)}) == 7
 
 
 def scan_with_dropout():
@@ -135,12 +135,12 @@ def scan_with_dropout():
 
 def walked_and_proven(monkeypatch, step, *, by_object):
     """The bodies of loops that are walked, and the proof of a step whose loops are taken apart."""
-    units, walked, body = step.units(4), [], proof._Walk.body
+    units, walked, body = step.units(4), [], proof._ProofWalk.body
     starts = [boundary.trip for boundary in units.boundaries(units.balanced(4))]
     bounds = dict.fromkeys(step.roles.stacks, (0, *starts, 4))
     whole, part = (taken_apart(one, bounds).closed for one in (step.whole, step.part))
     with monkeypatch.context() as patched:
-        patched.setattr(proof._Walk, "body", lambda *args: walked.append(args[-1]) or body(*args))
+        patched.setattr(proof._ProofWalk, "body", lambda *args: walked.append(args[-1]) or body(*args))
         if not by_object:
             count = itertools.count()
             patched.setattr(proof, "id", lambda _: next(count), raising=False)

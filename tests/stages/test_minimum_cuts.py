@@ -6,9 +6,9 @@ import random
 import pytest
 
 from autoshard.errors import StageError
-from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
+from autoshard.stages.placement.flow import SINK, SOURCE, UNCUTTABLE, source_side
 from autoshard.stages.placement.residuals import kept_values
-from autoshard.stages.stacks import Origin
+from autoshard.stages.stacks import EquationOrigin
 from autoshard.stages.units import Unit, Units
 
 
@@ -27,7 +27,7 @@ def random_edges(seed):
     rng = random.Random(seed)
     nodes = [SOURCE, "a", "b", "c", "d", "e", SINK]
     pairs = [(a, b) for a in nodes for b in nodes if a != b and a != SINK and b != SOURCE]
-    return {pair: rng.choice([1, 2, 3, 5, NEVER]) for pair in rng.sample(pairs, 9) if pair != (SOURCE, SINK)}
+    return {pair: rng.choice([1, 2, 3, 5, UNCUTTABLE]) for pair in rng.sample(pairs, 9) if pair != (SOURCE, SINK)}
 
 
 @pytest.mark.parametrize("is_largest", [False, True])
@@ -37,7 +37,7 @@ def test_a_cut_is_the_least_of_all(is_largest):
         edges = random_edges(seed)
         inside, is_possible = source_side(edges, is_largest=is_largest)
         least = least_capacity(edges)
-        assert is_possible == (least < NEVER)
+        assert is_possible == (least < UNCUTTABLE)
         if is_possible:
             assert SOURCE in inside and SINK not in inside
             assert capacity(edges, inside) == least, edges
@@ -84,7 +84,7 @@ def test_kept_values_have_the_fewest_bytes_of_all_that_do():
 
 def units(works, crossing):
     made = (
-        Unit(f"u{i}", Origin(i), work, 2 * work, 0, 0, size)
+        Unit(f"u{i}", EquationOrigin(i), work, 2 * work, 0, 0, size)
         for i, (work, size) in enumerate(zip(works, crossing, strict=True))
     )
     return Units(tuple(made))

@@ -17,7 +17,7 @@ from autoshard.errors import ConflictError, MeshError
 from autoshard.options import options_of
 from autoshard.planning import checked_rules, formulated
 from autoshard.stage_planning import costs
-from autoshard.stage_planning.choosing import CuttableSteps, Machine, choose_pipeline
+from autoshard.stage_planning.choosing import CuttableSteps, PlanningTarget, choose_pipeline
 from autoshard.stages import planning, stage_tactics
 from autoshard.tactics import FSDP, DataParallel, ExpertParallel, Megatron, SequenceParallel, Ulysses, ZeRO
 from autoshard.tactics.roles import Roles
@@ -97,8 +97,10 @@ def test_stages_within_tactics_train_as_one_device_does(tactics, scan):
 
 def test_what_arguments_are_to_stages_is_what_they_are_to_the_step(monkeypatch):
     asked = []
-    known = stage_tactics.requests
-    monkeypatch.setattr(stage_tactics, "requests", lambda t, roles, mesh: asked.append(roles) or known(t, roles, mesh))
+    known = stage_tactics.tactic_requests
+    monkeypatch.setattr(
+        stage_tactics, "tactic_requests", lambda t, roles, mesh: asked.append(roles) or known(t, roles, mesh)
+    )
     for name in "unrolled", "scanned":
         step, args = STEPS[name]()
         planned(name, [Megatron("model")])
@@ -123,7 +125,7 @@ def test_stages_that_are_searched_are_within_tactics():
     tactics = [DataParallel("data"), Megatron("model")]
     made = autoshard.autoshard(step, mesh=mesh, topology="h100:2x4", donate_argnums=0).variants(*args)
     steps = CuttableSteps(made.step, made.program(Variant()), made.mesh, tactics=tactics)
-    machine = Machine(dict(mesh.shape), options.topology, options.backend, options.memory)
+    machine = PlanningTarget(dict(mesh.shape), options.topology, options.backend, options.memory)
     found = choose_pipeline(steps, machine, counts=[4], schedules=[("1f1b", 1)])
     for cost, stage in zip(found.pipeline.costs, found.pipeline.simulated.choice.stages, strict=True):
         plans = cost.plans(found.shapes[stage.table.shape.name].mesh)

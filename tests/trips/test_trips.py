@@ -193,7 +193,7 @@ def test_a_carry_taken_for_a_sum_is_caught(monkeypatch):
 
 def test_a_fault_leaves_the_step_as_written(monkeypatch):
     monkeypatch.setattr(IndependentTrips, "call", lambda self: {}["planted"])
-    monkeypatch.setattr(boundary, "RAISES", False)
+    monkeypatch.setattr(boundary, "RAISES_ERRORS", False)
     planned = autoshard.autoshard(mapped, mesh=mesh_of(MESH), topology=slow_chips(MESH))
     assert "share them out" not in " ".join(planned.plan(W, X).warnings)
     assert_equal(planned(W, X), jax.jit(mapped)(W, X))

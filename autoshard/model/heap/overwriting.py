@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 
 from autoshard.model.groups import Group
-from autoshard.model.resharding_memory import Reader
+from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.xla.fusion import Fusion
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Value
 
 
 def lies_in_columns(value: Value, producer: Equation) -> bool:
     """Whether an equation leaves a value as libraries of linear algebra do: columns of matrices one after another."""
-    is_library = facts_of(producer.primitive).work in (Work.FACTORIZATION, Work.TRIANGULAR_SOLVE)
+    is_library = facts_of(producer.primitive).work in (FlopRule.FACTORIZATION, FlopRule.TRIANGULAR_SOLVE)
     if not is_library and producer.primitive not in ("geqp3", "ormqr"):
         return False
     return len(value.shape) == len(producer.inputs[0].shape)
@@ -21,7 +21,7 @@ def lies_in_columns(value: Value, producer: Equation) -> bool:
 
 def is_overwritten(
     value: Value,
-    readers: Mapping[int, Sequence[Reader]],
+    readers: Mapping[int, Sequence[ValueReader]],
     fusion: Fusion,
     results: Container[int] = (),
     in_columns: bool = False,
@@ -51,7 +51,7 @@ def is_overwritten(
     return fusion.overwrites_operands and group.fuses and value is _first_that_fits(group, readers)
 
 
-def _first_that_fits(group: Group, readers: Mapping[int, Sequence[Reader]]) -> Value | None:
+def _first_that_fits(group: Group, readers: Mapping[int, Sequence[ValueReader]]) -> Value | None:
     """The first operand of a group that nothing else reads, and that is as large as what it makes."""
     made = {one.value.bytes for one in group.outputs}
     turned = _turned(group)

@@ -22,7 +22,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from autoshard.model.groups import Group, Use
 from autoshard.model.xla.fusion import Fusion
-from autoshard.model.xla.operations import Operations
+from autoshard.model.xla.operations import OperationCosts
 from autoshard.primitives import facts_of
 from autoshard.program import Program, Value
 
@@ -50,7 +50,9 @@ def returned(program: Program) -> Counter[int]:
     return Counter(value.id for value in results if isinstance(value, Value))
 
 
-def copied_results(program: Program, groups: Sequence[Group], operations: Operations) -> dict[int, tuple[int, float]]:
+def copied_results(
+    program: Program, groups: Sequence[Group], operations: OperationCosts
+) -> dict[int, tuple[int, float]]:
     """Id of an argument -> how many results are copies of it that take time, and what each takes to start.
 
     On GPU a kernel makes each. A TPU copies beside other work. Where a step has none, one copy starts, and the others

@@ -10,8 +10,8 @@ Sums over devices that wait for each other delay the results that are made of th
 No row of a `Problem` knows which lie there. A row that leaves out all that may is true of every choice, but often says
 little. A `RoomCut` says more of one program point. A buffer holds one temporary at a time. So of the temporaries from
 `least` to `most` bytes there, no more lie in results than these have room for, each with at most `most`, and none if it
-is smaller than `least`. A result that is written later if more sums wait than under the choice that the cut was found for
-gives its room to the options with which these sums wait.
+is smaller than `least`. A result that is written later if more sums wait than under the choice that the cut was found
+for gives its room to the options with which these sums wait.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from autoshard.errors import ConflictError
 from autoshard.layout import Layout, layouts_of, replicated, spec_of, without_axes, without_idle_axes
 from autoshard.model.equations import stays_whole
 from autoshard.model.pricing.cost_tables import ArgumentOption, gathers_to
-from autoshard.model.pricing.prices import Prices
-from autoshard.model.resharding_memory import Reader, narrow_groups
+from autoshard.model.pricing.prices import PriceList
+from autoshard.model.resharding_memory import ValueReader, narrow_groups
 from autoshard.program import Value
 
 
@@ -20,8 +20,8 @@ from autoshard.program import Value
 class ArgumentHomes:
     """What decides where arguments can lie."""
 
-    prices: Prices
-    readers: Mapping[int, Sequence[Reader]]  # value id -> who reads it
+    prices: PriceList
+    readers: Mapping[int, Sequence[ValueReader]]  # value id -> who reads it
     fixed: Mapping[int, Layout]  # argument index -> the layout that it must have
     open_axes: Mapping[int, frozenset[str]]  # argument index -> mesh axes that may split it further than is fixed
 
@@ -46,7 +46,9 @@ class ArgumentHomes:
         # a home that elementwise readers like is among the options
         apart = tuple(fixed is None and reader.computes_on_shards for reader in readers)
         # what a constraint says has to be reached, however
-        said = tuple(bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True))
+        is_constrained = tuple(
+            bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True)
+        )
         fewer = narrow_groups(readers, value, self.prices.widths)
         narrow = tuple(bool(fewer) and reader.group in fewer for reader in readers)
 
@@ -55,7 +57,7 @@ class ArgumentHomes:
             smaller = set(itertools.chain(*itertools.compress(wants, narrow)))
             wanted = dict.fromkeys(itertools.chain(*itertools.compress(wants, map(operator.not_, apart))))
             elementwise = list(itertools.compress(wants, apart))
-            reached = set(itertools.chain(*itertools.compress(wants, said)))
+            reached = set(itertools.chain(*itertools.compress(wants, is_constrained)))
             found = []
             for home in homes if fixed is None else [fixed]:
                 found.append(ArgumentOption(home, home))
@@ -72,5 +74,5 @@ class ArgumentHomes:
                         found += [ArgumentOption(home, copy, True) for copy in read if copy != home and copy in smaller]
             return tuple(found)
 
-        what = value.shape, value.on_host, fixed, said, apart, narrow, tuple(homes)
+        what = value.shape, value.on_host, fixed, is_constrained, apart, narrow, tuple(homes)
         return self.prices.memo.once(options, *(reader.wants for reader in readers), of=what)

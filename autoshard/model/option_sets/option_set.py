@@ -13,9 +13,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoshard.layout import Layout
 from autoshard.model.groups import Group
+from autoshard.model.strategies import Strategy
 
 Partition = tuple[tuple[str, ...], ...]  # blocks of mesh axes
 Place = Mapping[str, int]  # mesh axis -> the factor or dim that it splits; axes that split nothing are left out
@@ -48,7 +50,16 @@ class OptionSet:
         offered = set(self.assignments(self.homes.get(index), axes, list(dims)))
         return [home for home in homes if _place_per_axis(home, axes) in offered]
 
-    def key(self, group: Group) -> tuple | None:
+    @property
+    def has_every_split(self) -> bool:
+        """Whether all strategies are looked at, and `fitting` alone says which are offered."""
+        return False
+
+    def fitting(self, group: Group, strategies: Sequence[Strategy]) -> Sequence[int] | None:
+        """Which of these strategies are offered; None: all."""
+        return None
+
+    def key(self, group: Group) -> Any:
         """Equal for groups of which the same is offered, if all else about them is equal."""
         place = self.groups.get(group.index)
         return None if place is None else tuple(sorted(place.items()))

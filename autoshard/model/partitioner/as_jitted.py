@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+from autoshard.errors import SolverError
 from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
-from autoshard.model.formulating import formulate
+from autoshard.model.formulating import formulator
 from autoshard.model.formulation import Formulation
-from autoshard.model.partitioner.choosing import as_given
+from autoshard.model.partitioner.choosing import GivenLayouts, as_given
 from autoshard.model.partitioner.reshards import partitioned
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.scatters import merges_slices
@@ -56,7 +57,12 @@ def as_jitted(
     layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
     found = partitioned(program, rules, layouts, several, merges, hoists=backend.name in _HOISTING)
-    formulation = formulate(
+    formulated = formulator(
         found.program, found.rules, mesh, topology, fixed=arguments, backend=backend, moves_views=True
     )
-    return formulation, as_given(formulation, found.layouts, found.wants)
+    formulation = formulated(offered=GivenLayouts(layouts=found.layouts, wants=found.wants))
+    try:
+        return formulation, as_given(formulation, found.layouts, found.wants)
+    except SolverError:  # some value would have to be resharded in a way that none of these strategies has
+        formulation = formulated()
+        return formulation, as_given(formulation, found.layouts, found.wants)

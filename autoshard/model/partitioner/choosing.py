@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autoshard.errors import SolverError
 from autoshard.layout import Layout
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
+from autoshard.model.option_sets.option_set import OptionSet, Partition
 from autoshard.model.strategies import Strategy
 from autoshard.solver.problem import Solution
 from autoshard.solver.runtime.budget import Budget
@@ -19,6 +21,28 @@ _CHOICE_SECONDS = 20.0  # s, the limit of the search; few choices remain once la
 _TIE_BREAK = 1e-18  # s per byte held, so that of two choices that are equally fast the one that holds less is taken
 
 Wants = Mapping[tuple[int, int], Layout]  # (equation, operand) -> the layout it is read in
+
+
+@dataclass(frozen=True, eq=False)
+class GivenLayouts(OptionSet):
+    """Of each group the strategies that `as_given` chooses among, so that no others are priced."""
+
+    partitions: tuple[Partition, ...] = ()
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # value id -> how it is left
+    wants: Wants = field(default_factory=dict)
+
+    @property
+    def has_every_split(self) -> bool:
+        return True
+
+    def fitting(self, group: Group, strategies: Sequence[Strategy]) -> Sequence[int] | None:
+        return None if group.is_fill else _nearest(group, strategies, self.layouts, self.wants) or None
+
+    def of_argument(self, index: int, homes: Sequence[Layout], axes: Sequence[str]) -> list[Layout]:
+        return list(homes)
+
+    def key(self, group: Group) -> Any:
+        return group.is_fill, *_given_for(group, self.layouts, self.wants)
 
 
 def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wants) -> Solution:
@@ -48,14 +72,21 @@ def as_given(formulation: Formulation, layouts: Mapping[int, Layout], wants: Wan
     return replace(solution, cost=cost, bound=0.0, status="feasible")
 
 
-def _nearest(group: Group, strategies: tuple[Strategy, ...], layouts: Mapping[int, Layout], wants: Wants) -> list[int]:
+def _given_for(
+    group: Group, layouts: Mapping[int, Layout], wants: Wants
+) -> tuple[tuple[Layout | None, ...], tuple[Layout | None, ...]]:
+    """How the results of a group are left and its operands read; None where nothing is given."""
+    ends = tuple(layouts.get(made.value.id) for made in group.outputs)
+    return ends, tuple(wants.get((use.equation.index, use.operand)) for use in group.uses)
+
+
+def _nearest(group: Group, strategies: Sequence[Strategy], layouts: Mapping[int, Layout], wants: Wants) -> list[int]:
     """The strategies that leave all results as said, and of these those that read the most operands so."""
-    ends = [layouts.get(made.value.id) for made in group.outputs]
-    reads = [wants.get((use.equation.index, use.operand)) for use in group.uses]
+    ends, reads = _given_for(group, layouts, wants)
     fitting = [i for i, one in enumerate(strategies) if _agreeing(ends, one.output_layouts) == len(ends)]
     count = {i: _agreeing(reads, strategies[i].operand_layouts) for i in fitting}
     return [i for i in fitting if count[i] == max(count.values())]
 
 
-def _agreeing(given: list[Layout | None], found: tuple[Layout, ...]) -> int:
+def _agreeing(given: Sequence[Layout | None], found: tuple[Layout, ...]) -> int:
     return sum(layout is None or layout == other for layout, other in zip(given, found, strict=True))

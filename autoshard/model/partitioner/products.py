@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autoshard.layout import MeshShape, axes_of, shards
-from autoshard.model.partitioner.placed import PlacedEquation, SettledSplit, Split
+from autoshard.model.partitioner.placed_equation import PlacedEquation, SettledSplit, Split
 
 BATCH, CONTRACTED, LEFT, RIGHT = "batch", "contracted", "left", "right"
 
 
-class Product:
+class PlacedProduct:
     """A product: left operand, right operand, result."""
 
     def __init__(self, placed: PlacedEquation):
@@ -48,12 +48,12 @@ class Product:
 
 def product_split(placed: PlacedEquation) -> SettledSplit:
     """The factors that XLA splits of a product, and over which axes."""
-    product = Product(placed)
+    product = PlacedProduct(placed)
     used = frozenset().union(*map(_axes, product.splits))
     return _settled(product, product.splits, used)
 
 
-def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) -> SettledSplit:
+def _settled(product: PlacedProduct, splits: Sequence[Split], axes: frozenset[str]) -> SettledSplit:
     """The factors that are split over these axes, where tensors are split over no others."""
     if not axes:
         return SettledSplit({})
@@ -70,7 +70,7 @@ def _settled(product: Product, splits: Sequence[Split], axes: frozenset[str]) ->
     return SettledSplit(_at_once(product, splits, axes, may_reshard=True) or splits[2])
 
 
-def _at_once(product: Product, splits: Sequence[Split], axes: frozenset[str], may_reshard: bool) -> Split | None:
+def _at_once(product: PlacedProduct, splits: Sequence[Split], axes: frozenset[str], may_reshard: bool) -> Split | None:
     """The split, if all of the axes split some tensors in dims of one kind, and one rule settles them."""
     left, right, made = splits
 
@@ -97,7 +97,7 @@ def _at_once(product: Product, splits: Sequence[Split], axes: frozenset[str], ma
     return None
 
 
-def _matches(product: Product, splits: Sequence[Split]) -> Iterator[Split]:
+def _matches(product: PlacedProduct, splits: Sequence[Split]) -> Iterator[Split]:
     """What may be settled first: factors of one kind that two tensors split."""
     left, right, made = splits
 
@@ -126,7 +126,7 @@ def _matches(product: Product, splits: Sequence[Split]) -> Iterator[Split]:
         yield matching
 
 
-def _cheaper_side(product: Product, sides: Sequence[tuple[Split, Split]]) -> int:
+def _cheaper_side(product: PlacedProduct, sides: Sequence[tuple[Split, Split]]) -> int:
     """Which operand stays as it is: the one for which less of the other is gathered."""
     gathered = [
         shards(tuple(_axes(sides[side][0])), product.mesh) * product.placed.tensors[1 - side].local_bytes(product.mesh)

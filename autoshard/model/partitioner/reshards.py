@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, even_axes, evened
-from autoshard.model.partitioner.placed import Split
+from autoshard.model.partitioner.placed_equation import Split
 from autoshard.model.partitioner.shifts import as_slices, with_shifts
 from autoshard.model.partitioner.splits import split_of
 from autoshard.primitives import facts_of

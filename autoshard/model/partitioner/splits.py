@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from autoshard.layout import Layout, MeshShape, shards
 from autoshard.model.equations import contracts
-from autoshard.model.partitioner.placed import PlacedEquation, SettledSplit, Split
+from autoshard.model.partitioner.placed_equation import PlacedEquation, SettledSplit, Split
 from autoshard.model.partitioner.products import product_split
 from autoshard.program import Equation
 from autoshard.propagation.rule import Rule

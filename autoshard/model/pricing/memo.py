@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autoshard.layout import Layout
-from autoshard.model.pricing.late import ends_at, never_late
+from autoshard.model.pricing.formulation_deadline import ends_at, never_late
 
 T = TypeVar("T")
 

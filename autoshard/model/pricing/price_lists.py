@@ -12,9 +12,9 @@ from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.prices import PriceList
 from autoshard.model.pricing.resharding_steps import ReshardingSteps
-from autoshard.model.regions.pricing import Regions
+from autoshard.model.regions.pricing import RegionPrices
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import image_dims
@@ -40,7 +40,9 @@ class PriceLists:
     program: Program  # as the compiler runs it
     groups: list[Group]
     backend: Backend  # as it combines what these groups send
-    prices: Callable[..., Prices]  # takes what is `offered`, and other keywords of `Prices` that not all lists share
+    prices: Callable[
+        ..., PriceList
+    ]  # takes what is `offered`, and other keywords of `PriceList` that not all lists share
 
     @classmethod
     def of(
@@ -55,7 +57,7 @@ class PriceLists:
         """Those of a program as it was traced.
 
         Args:
-            formulate: as for `Regions`.
+            formulate: as for `RegionPrices`.
         """
         traced, program = program, program.running_on(backend.lowers_as)
         if program is not traced:
@@ -65,7 +67,7 @@ class PriceLists:
         backend = replace(backend, combining=backend.combining.counted(groups), streams=backend.streams.counted(groups))
         widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
         prices = functools.partial(
-            Prices,
+            PriceList,
             mesh,
             topology,
             widths,
@@ -81,7 +83,7 @@ class PriceLists:
             images=image_dims(program),
             matrices=matrix_dims(program) if backend.tile else None,
             steps=ReshardingSteps(mesh, backend.gathers),
-            regions=Regions(program, mesh, topology, backend, formulate),
+            regions=RegionPrices(program, mesh, topology, backend, formulate),
         )
         return cls(program, groups, backend, prices)
 

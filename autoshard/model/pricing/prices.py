@@ -15,22 +15,22 @@ from autoshard.layout import Layout, MeshShape, divides, shards
 from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import flops
 from autoshard.mesh.host import host_seconds
-from autoshard.mesh.resharding import Step, reshard
+from autoshard.mesh.resharding import ReshardingStep, reshard
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
+from autoshard.model.pricing.group_strategies import GroupStrategies
 from autoshard.model.pricing.host_moves import moved_bytes
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps, differ, places_among
 from autoshard.model.pricing.roofline import GroupWork, compute_dtype
 from autoshard.model.pricing.sizes import ArraySizes
-from autoshard.model.pricing.ways import WaysToSplit
-from autoshard.model.regions.pricing import REGIONS, Region, Regions
+from autoshard.model.regions.pricing import REGIONS, Region, RegionPrices
 from autoshard.model.strategies import Finish, Strategy
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.gathers import combined
-from autoshard.model.xla.operations import Operations
+from autoshard.model.xla.operations import OperationCosts
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
 from autoshard.model.xla.scatters import axes_between_slices
@@ -44,11 +44,13 @@ LAUNCH_SECONDS = 1e-6
 # One all_reduce is faster than its halves, a reduce_scatter and an all_gather: on 8 CPU devices these took 1.2 (16 KiB)
 # to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). The least is taken: halves only where they save.
 HALVES_FACTOR = 1.2
-_Moved = tuple[tuple[Step, ...], float, float]  # what a resharding takes: steps, seconds, those behind compute
+_Moved = tuple[
+    tuple[ReshardingStep, ...], float, float
+]  # what a resharding takes: steps, seconds, those behind compute
 
 
 @dataclass(frozen=True)
-class Seconds:
+class GroupSeconds:
     """What one group costs per step under one strategy."""
 
     compute: float
@@ -65,7 +67,7 @@ class PricedStrategies:
     """A group's strategies and their seconds; groups that look alike share one."""
 
     strategies: tuple[Strategy, ...]
-    seconds: tuple[Seconds, ...]
+    seconds: tuple[GroupSeconds, ...]
     operand_layouts: tuple[tuple[Layout, ...], ...]  # per use, that of each strategy
     output_layouts: tuple[tuple[Layout, ...], ...]  # per output, that of each strategy
 
@@ -74,7 +76,7 @@ class PricedStrategies:
         return np.array([seconds.total for seconds in self.seconds])
 
 
-class Prices:
+class PriceList:
     """The price list of one mesh and topology."""
 
     def __init__(
@@ -96,7 +98,7 @@ class Prices:
         waits_only: bool = False,
         steps: ReshardingSteps | None = None,
         offered: OptionSet | None = None,
-        regions: Regions | None = None,
+        regions: RegionPrices | None = None,
     ):
         """
         Args:
@@ -107,7 +109,7 @@ class Prices:
         """
         topology.check(mesh)
         if waits_only:
-            backend = replace(backend, overlap=Overlap(), operations=Operations())
+            backend = replace(backend, overlap=Overlap(), operations=OperationCosts())
         self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
         self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
         self.backend, self.offered = backend, offered
@@ -121,7 +123,7 @@ class Prices:
         self.instead = instead or {}  # values that their readers make again -> what they read for it
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
-        self.ways = WaysToSplit(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
+        self.ways = GroupStrategies(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo, matrices or {})
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
         self._groups: dict[tuple, PricedStrategies] = {}
@@ -143,7 +145,9 @@ class Prices:
             self._groups[key] = PricedStrategies(strategies, seconds, wants, leaves)
         return self._groups[key]
 
-    def steps(self, value: Value, source: Layout, target: Layout, readers: Readers = None) -> tuple[Step, ...]:
+    def steps(
+        self, value: Value, source: Layout, target: Layout, readers: Readers = None
+    ) -> tuple[ReshardingStep, ...]:
         """The collectives that bring `value` from one layout to the other, for these readers."""
         return self._of(value, source, target, readers)[0]
 
@@ -273,7 +277,7 @@ class Prices:
             return None
         return self.regions.of(group, strategy.run, shares=shares)
 
-    def run_apart(self, group: Group, strategy: Strategy) -> Seconds:
+    def run_apart(self, group: Group, strategy: Strategy) -> GroupSeconds:
         """Seconds of a backward pass whose forward pass runs in another way, so that XLA merges nothing of the two."""
         region = self.region(group, strategy, shares=False)
         assert region is not None, "a call is a region"
@@ -283,14 +287,14 @@ class Prices:
         """Equal for regions that cost the same; empty for other equations."""
         return () if self.regions is None else self.regions.key(equation)
 
-    def _region_seconds(self, group: Group, region: Region) -> Seconds:
+    def _region_seconds(self, group: Group, region: Region) -> GroupSeconds:
         communication = ahead = 0.0
         for one in region.collectives:
             cost = self._collective(one.kind, one.axes, one.bytes, one.devices) * one.runs
             communication += cost
             ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather")
         compute = 0.0 if self.waits_only else region.compute
-        return Seconds(compute * group.trips, communication * group.trips, min(ahead, compute) * group.trips)
+        return GroupSeconds(compute * group.trips, communication * group.trips, min(ahead, compute) * group.trips)
 
     def _of(self, value: Value, source: Layout, target: Layout, readers: Readers) -> _Moved:
         width, late = self.widths.moving(value, readers), value.id in self.weights
@@ -321,7 +325,7 @@ class Prices:
             if image_dims is not None and kind == "all_to_all":
                 more = self._extra_copies(shape, width, image_dims, [source], [target]).item()
                 seconds += self._copied(size) * more
-            steps.append(Step(sent, axes, size))
+            steps.append(ReshardingStep(sent, axes, size))
             total += seconds
             behind += seconds * share
         return tuple(steps), total, behind
@@ -377,7 +381,7 @@ class Prices:
         recopies = self.backend.recopies
         return recopies.extra_of_images(shape, width, image_dims, sources, targets, self.mesh, self.backend.tile)
 
-    def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[Seconds, ...]:
+    def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[GroupSeconds, ...]:
         found = []
         if self.region(group, strategies[0]) is not None:
             regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
@@ -397,7 +401,7 @@ class Prices:
                 cost = host_seconds(size, self.topology) * group.trips
                 communication += cost
                 hidden += cost * self.backend.overlap.of("host") * (group.trips > 1)
-            found.append(Seconds(compute * group.trips, communication, hidden))
+            found.append(GroupSeconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
     def unhoisted(self, group: Group, value: Value) -> float:

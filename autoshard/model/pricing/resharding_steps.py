@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order
 from autoshard.mesh.resharding import path, path_whatever_is_whole
-from autoshard.model.pricing.late import never_late
+from autoshard.model.pricing.formulation_deadline import never_late
 from autoshard.model.xla.gathers import Gathers, combined
 
 

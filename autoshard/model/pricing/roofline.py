@@ -18,7 +18,7 @@ from autoshard.model.strategies import Strategy
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Value, dtype_name
 
 # These do no work: results are the operand's buffer.
@@ -203,7 +203,7 @@ class GroupWork:
             self.arrays.sizes(use.value, want) / self.arrays.widths.stored(use.value)
             for use, want in zip(group.uses, wants, strict=True)
         ]
-        reduces = facts_of(first.primitive).work is Work.REDUCTION and not group.runs_beside
+        reduces = facts_of(first.primitive).work is FlopRule.REDUCTION and not group.runs_beside
         return self.arrays.backend.streams.seconds(
             functools.reduce(np.maximum, [*made, *taken_in]),
             read,

@@ -24,13 +24,13 @@ from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.scatters import scatters_alone
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
-from autoshard.operations.running import Call
-from autoshard.operations.split import Run
-from autoshard.primitives import Work, facts_of
+from autoshard.operations.split import CallRun
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.program.paths import Places
-from autoshard.program.reader import Reader
+from autoshard.program.reader import JaxprReader
 from autoshard.program.trees import Tree
 from autoshard.propagation.registry import UnknownPrimitiveWarning, has_rule, rule_of
 from autoshard.propagation.rule import Rule, whole
@@ -96,7 +96,7 @@ class Region:
         return replace(self, compute=max(0.0, compute), collectives=rest)
 
 
-class Regions:
+class RegionPrices:
     """The regions of one program, each priced once."""
 
     def __init__(
@@ -127,11 +127,11 @@ class Regions:
         """Equal for equations that run the same on shards; empty for what is no region."""
         params = equation.params
         if equation.primitive == OPERATION:
-            said = params["static"], params["batched"], params["precision"]
-            return id(params["operation"]), *said, equation.index in self.forward
+            call = params["static"], params["batched"], params["precision"]
+            return id(params["operation"]), *call, equation.index in self.forward
         return (id(params["jaxpr"]),) if equation.primitive == SHARD_MAP else ()
 
-    def of(self, group: Group, run: Run | None, *, shares: bool = True) -> Region:
+    def of(self, group: Group, run: CallRun | None, *, shares: bool = True) -> Region:
         """What a group costs that is a region.
 
         Args:
@@ -162,7 +162,7 @@ class Regions:
         everywhere = math.prod(self.mesh.values()) // self.backend.slices
         return replace(one, kind=self.backend.gathers.sent_as(one.kind, among, everywhere, one.bytes))
 
-    def _of_call(self, equation: Equation, run: Run, shares: bool) -> Region:
+    def _of_call(self, equation: Equation, run: CallRun, shares: bool) -> Region:
         """What the devices run of one call; without the sums of a split by the rule alone.
 
         It is found once for all axes that do the same. Those that split a factor beside the roles of an implementation
@@ -192,14 +192,14 @@ class Regions:
 
         return replace(region, collectives=tuple(map(over, region.collectives)))
 
-    def _sizes(self, call: Call, run: Run, together: Set[str]) -> tuple[tuple[str, int], ...]:
+    def _sizes(self, call: Call, run: CallRun, together: Set[str]) -> tuple[tuple[str, int], ...]:
         """Factor -> its size on one device, of interchangeable ones the product: they say the shapes there."""
         assigned, sizes = call.assignment(run, self.mesh), call.rule.sizes
         local = {factor: size // shards(assigned.get(factor, ()), self.mesh) for factor, size in sizes.items()}
         product = math.prod(local.pop(factor) for factor in sorted(together))
         return *local.items(), ("", product)
 
-    def _traced(self, call: Call, run: Run, equation: Equation, shares: bool) -> Region:
+    def _traced(self, call: Call, run: CallRun, equation: Equation, shares: bool) -> Region:
         """The same, traced."""
         reads, _ = call.layouts(run, self.mesh)
         pairs = zip(equation.inputs, reads, strict=True)
@@ -219,13 +219,15 @@ class Regions:
             region = region.after(done, before + len(forward.inputs), computes_again=computes_again)
         return self._said(call, run, region, structs)
 
-    def _on_mesh(self, call: Call, run: Run, shapes: Sequence[tuple[int, ...]], types: Sequence[Any]) -> ClosedJaxpr:
+    def _on_mesh(
+        self, call: Call, run: CallRun, shapes: Sequence[tuple[int, ...]], types: Sequence[Any]
+    ) -> ClosedJaxpr:
         mesh = AbstractMesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=(AxisType.Auto,) * len(self.mesh))
         structs = [jax.ShapeDtypeStruct(shape, one.dtype) for shape, one in zip(shapes, types, strict=True)]
         with jax.sharding.use_abstract_mesh(mesh):
             return jax.make_jaxpr(call.on_mesh(run, mesh))(*structs)
 
-    def _said(self, call: Call, run: Run, region: Region, structs: Sequence[Any]) -> Region:
+    def _said(self, call: Call, run: CallRun, region: Region, structs: Sequence[Any]) -> Region:
         """A region with what the user's formulas say of it."""
         implementation = call.operation.named(run.name)
         split, static = call.split(run, self.mesh), dict(call.static)
@@ -236,7 +238,7 @@ class Regions:
             region = replace(region, workspace=float(implementation.bytes(split, *structs, **static)))
         return region
 
-    def _sums(self, run: Run, equation: Equation) -> Iterator[RegionCollective]:
+    def _sums(self, run: CallRun, equation: Equation) -> Iterator[RegionCollective]:
         call = Call.of(equation, rule_of(equation))
         _, leaves = call.layouts(run, self.mesh)
         for value, layout, axes in zip(equation.outputs, leaves, call.partial(run, self.mesh), strict=True):
@@ -283,15 +285,15 @@ def _forward_calls(program: Program) -> Iterator[tuple[int, Equation]]:
     for equation in program.equations:
         if equation.primitive != OPERATION:
             continue
-        operation, said = equation.params["operation"], (equation.params["static"], equation.params["precision"])
+        operation, call = equation.params["operation"], (equation.params["static"], equation.params["precision"])
         scope, operands = program.scope(equation.path), [id(x) for x in equation.inputs]
         if operation.forward is not None:
             forward = operation.forward
             count = len(operands) - len(forward.made) - sum(forward.made)
-            shared = calls.get((id(forward.operation), said, scope, *operands[:count]))
+            shared = calls.get((id(forward.operation), call, scope, *operands[:count]))
             if shared is not None:
                 yield equation.index, shared
-        calls[id(operation), said, scope, *operands] = equation
+        calls[id(operation), call, scope, *operands] = equation
 
 
 def program_of(traced: ClosedJaxpr, turns: int | None = None) -> Program:
@@ -306,7 +308,7 @@ def program_of(traced: ClosedJaxpr, turns: int | None = None) -> Program:
     in_tree, out_tree = Tree.of((tuple(operands), {})), Tree.of(results)
     places = Places(in_tree.array_paths, out_tree.array_paths, frozenset())
     trips = None if turns is None else {"*": turns}
-    return Reader(closed, has_rule=_is_known, trips=trips).program(in_tree, out_tree, places)
+    return JaxprReader(closed, has_rule=_is_known, trips=trips).program(in_tree, out_tree, places)
 
 
 def _is_known(eqn: JaxprEqn) -> bool:
@@ -367,8 +369,8 @@ def _last_operands(program: Program) -> dict[int, int]:
 
 def _axes(params: Mapping[str, Any], mesh: MeshShape) -> tuple[str, ...]:
     """The axes of more than one device that a collective runs over, in mesh order."""
-    said = params.get("axes", params.get("axis_name", ()))
-    names = {said} if isinstance(said, str) else {name for name in said if isinstance(name, str)}
+    named = params.get("axes", params.get("axis_name", ()))
+    names = {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
     return ordered_axes(names, mesh)
 
 
@@ -377,7 +379,7 @@ def _after_products(program: Program) -> set[int]:
     found: set[int] = set()
     for _ in range(2):  # what a loop hands on stands behind its start
         for equation in program.equations:
-            product = facts_of(equation.primitive).work is Work.CONTRACTION or equation.primitive == OPERATION
+            product = facts_of(equation.primitive).work is FlopRule.CONTRACTION or equation.primitive == OPERATION
             if product or any(isinstance(x, Value) and x.id in found for x in equation.inputs):
                 found |= {made.id for made in equation.outputs}
     return found

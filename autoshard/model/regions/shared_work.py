@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autoshard.model.groups import Group
-from autoshard.model.pricing.prices import PricedStrategies, Prices
+from autoshard.model.pricing.prices import PricedStrategies, PriceList
 
 
-def forward_groups(groups: Sequence[Group], prices: Prices) -> dict[int, int]:
+def forward_groups(groups: Sequence[Group], prices: PriceList) -> dict[int, int]:
     """Index of the group of a backward pass -> that of the forward pass whose work XLA shares with it."""
     if prices.regions is None or not prices.regions.forward:
         return {}
@@ -19,7 +19,7 @@ def forward_groups(groups: Sequence[Group], prices: Prices) -> dict[int, int]:
 
 
 def shared_work(
-    groups: Sequence[Group], priced: Sequence[PricedStrategies], prices: Prices
+    groups: Sequence[Group], priced: Sequence[PricedStrategies], prices: PriceList
 ) -> Iterator[tuple[int, int, np.ndarray]]:
     """(forward group, backward group, seconds per pair of their strategies) of work that XLA merges only in one run."""
     for j, i in forward_groups(groups, prices).items():

@@ -8,9 +8,9 @@ from autoshard.layout import MeshShape
 from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.strategies import Strategy
+from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
-from autoshard.operations.running import Call
-from autoshard.operations.split import Run
+from autoshard.operations.split import CallRun
 from autoshard.propagation.registry import rule_of
 
 
@@ -92,6 +92,6 @@ def _place(strategy: Strategy) -> dict[str, int]:
     return {axis: factor for factor, split in strategy.assignment for axis in split}
 
 
-def _roles(run: Run) -> dict[str, str]:
+def _roles(run: CallRun) -> dict[str, str]:
     """Mesh axis -> what it does in a call."""
     return {axis: role for role, axes in run.roles for axis in axes}

@@ -22,7 +22,7 @@ from autoshard.model.xla.gathers import Gathers
 from autoshard.model.xla.gpu.factorizations import LIBRARIES, Library
 from autoshard.model.xla.gpu.sorts import Sorts
 from autoshard.model.xla.loop_memory import LoopMemory
-from autoshard.model.xla.operations import KERNEL_SECONDS, Operations
+from autoshard.model.xla.operations import KERNEL_SECONDS, OperationCosts
 from autoshard.model.xla.overlap import Overlap
 from autoshard.model.xla.products import FourierProducts, VectorProducts
 from autoshard.model.xla.recopies import Recopies
@@ -63,7 +63,7 @@ class Backend:
     scatters: Scatters = field(default_factory=Scatters)
     libraries: Mapping[str, Library] = field(default_factory=dict)  # primitive -> what it becomes
     sorts: Sorts = field(default_factory=Sorts)
-    operations: Operations = field(default_factory=Operations)
+    operations: OperationCosts = field(default_factory=OperationCosts)
     sums: Sums = field(default_factory=Sums)
     vector_products: VectorProducts = field(default_factory=VectorProducts)
     vector_unit: VectorUnit = field(default_factory=VectorUnit)
@@ -125,7 +125,7 @@ H100 = Backend(
         normalises=True,
     ),
     libraries=LIBRARIES,
-    operations=Operations(least_seconds=KERNEL_SECONDS, are_kernels=True),
+    operations=OperationCosts(least_seconds=KERNEL_SECONDS, are_kernels=True),
     overlap=Overlap(dict.fromkeys(_KINDS_BEHIND_COMPUTE, 0.55)),
     recopies=Recopies(pieces=1),
     rounding=Rounding(before_moves=True, widens_after_moves=True),
@@ -159,7 +159,7 @@ V5E = Backend(
     recopies=Recopies(pieces=2, image_pieces=4),
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
     scatters=Scatters(over_all_up_to=8, chip_rows=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
-    operations=Operations(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
+    operations=OperationCosts(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
     sums=Sums(hoists=True, adds_first=True, loops_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
     vector_unit=VectorUnit(

@@ -24,7 +24,7 @@ from autoshard.model.groups import Group
 from autoshard.model.xla.convolutions import copies_argument, reads_rounded
 from autoshard.model.xla.cpu.reductions import computes_as_it_reduces
 from autoshard.model.xla.gpu.normalisations import Normalisations, normalisations
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Program, Value
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class Recomputation:
+class DuplicatedProducers:
     """Per group, whether its readers compute it again: `Group.is_folded`, `Group.is_recomputed`, `Group.is_sunk`."""
 
     folded: Sequence[bool]
@@ -81,7 +81,7 @@ def recomputation(
     backend: Backend,
     axes: Collection[int] = (),
     points: Sequence[int] = (),
-) -> Recomputation:
+) -> DuplicatedProducers:
     """What is computed again instead of stored.
 
     Args:
@@ -132,7 +132,7 @@ def recomputation(
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
     softmaxes = backend.fusion.stores_softmaxes
     lying = _in_softmaxes(groups, users, repeated, points) if softmaxes else [None] * len(groups)
-    return Recomputation(folded, repeated, lying, sunk, rows.inside)
+    return DuplicatedProducers(folded, repeated, lying, sunk, rows.inside)
 
 
 def scattered_values(program: Program, readers: Mapping[int, Sequence[tuple[Equation, int]]]) -> frozenset[int]:
@@ -295,7 +295,7 @@ def _reduces_few(group: Group, backend: Backend, axes: Collection[int]) -> bool:
         axes: the sizes of the mesh's axes.
     """
     (first, *_) = group.equations
-    if facts_of(first.primitive).work is not Work.REDUCTION or not facts_of(first.primitive).is_loop:
+    if facts_of(first.primitive).work is not FlopRule.REDUCTION or not facts_of(first.primitive).is_loop:
         return False
     made = math.prod(first.outputs[0].shape)
     sizes = (group.sizes[factor] for factor in group.reduction & group.splittable)

@@ -36,14 +36,14 @@ from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group
 from autoshard.model.xla.gpu.library_kernels import kernels_beside
 from autoshard.model.xla.products import multiplies_vector, product_sizes
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Program, Value
 
 KERNEL_SECONDS = 2e-6  # from one kernel of a GPU to the next, however little they do; 1.0 to 2.8 by kind
 
 
 @dataclass(frozen=True)
-class Operations:
+class OperationCosts:
     """What operations take beside their work, and slices."""
 
     least_seconds: float = 0.0  # of any operation, one that cuts a slice included
@@ -264,7 +264,7 @@ def _moves_complex_numbers(group: Group) -> bool:
     """Whether it only moves complex numbers: XLA moves real and imaginary parts one after the other."""
     (first, *_) = group.equations
     facts = facts_of(first.primitive)
-    moves = facts.work is Work.NONE and not facts.is_boundary and (facts.is_loop or facts.slices)
+    moves = facts.work is FlopRule.NONE and not facts.is_boundary and (facts.is_loop or facts.slices)
     return moves and bool(first.outputs) and getattr(first.outputs[0].dtype, "kind", "") == "c"
 
 
@@ -282,7 +282,7 @@ def _computes(equation: Equation) -> bool:
     numbers = [value for value in changing if not isinstance(value, Value) and value.size == 1]
     if neutral is not None and any(number.item() == neutral for number in numbers):
         return False
-    return facts_of(equation.primitive).work is not Work.NONE
+    return facts_of(equation.primitive).work is not FlopRule.NONE
 
 
 def running_beside(
@@ -362,7 +362,7 @@ def _goes_over(group: Group) -> tuple | None:
         values = [made.value for made in group.outputs]
     elif facts_of(first.primitive).slices:  # parts that are as large as each other
         values = [made.value for made in group.outputs]
-    elif facts_of(first.primitive).work is not Work.REDUCTION or not facts_of(first.primitive).is_loop:
+    elif facts_of(first.primitive).work is not FlopRule.REDUCTION or not facts_of(first.primitive).is_loop:
         return None
     widest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if widest is None or math.prod(widest.shape) <= 1:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from autoshard.errors import ArgumentError
 from autoshard.operations.operation import Operation, operation
 from autoshard.ops.attending.implementations import add_implementations
-from autoshard.ops.attending.operands import AttentionOperands, Rows, Variant, gradients_like, saved_of
+from autoshard.ops.attending.operands import AttentionOperands, AttentionVariant, QueryRows, gradients_like, saved_of
 
 
 def attention(
@@ -70,7 +70,7 @@ def attention(
     query_seq_lengths = _lengths("query_seq_lengths", query_seq_lengths, query.shape[0])
     key_value_seq_lengths = _lengths("key_value_seq_lengths", key_value_seq_lengths, query.shape[0])
     window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
-    variant = Variant(
+    variant = AttentionVariant(
         bias=() if bias is None else tuple(size > 1 for size in bias.shape),
         mask=() if mask is None else tuple(size > 1 for size in mask.shape),
         has_segments=segments is not None,
@@ -106,10 +106,10 @@ def _of_logits(name: str, x: Any, whole: tuple[int, ...]) -> jax.Array | None:
     return x.reshape(shape)
 
 
-def _lengths(name: str, said: Any, batch: int) -> jax.Array | None:
-    if said is None:
+def _lengths(name: str, lengths: Any, batch: int) -> jax.Array | None:
+    if lengths is None:
         return None
-    found = jnp.atleast_1d(jnp.asarray(said))
+    found = jnp.atleast_1d(jnp.asarray(lengths))
     if found.shape != (batch,) or not jnp.issubdtype(found.dtype, jnp.integer):
         raise ArgumentError(
             f"{name} is {found.dtype}{list(found.shape)}: attention takes {batch} integers, one a sequence"
@@ -118,16 +118,16 @@ def _lengths(name: str, said: Any, batch: int) -> jax.Array | None:
 
 
 def _segments(
-    said: Any, is_batch: bool, of_queries: tuple[int, ...], of_keys: tuple[int, ...]
+    segments: Any, is_batch: bool, of_queries: tuple[int, ...], of_keys: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array] | None:
     """Segments of queries and of keys, one array if they are the same tokens.
 
     Args:
         of_queries, of_keys: their shapes.
     """
-    if said is None:
+    if segments is None:
         return None
-    pair = tuple(map(jnp.asarray, said)) if isinstance(said, tuple | list) else (jnp.asarray(said),) * 2
+    pair = tuple(map(jnp.asarray, segments)) if isinstance(segments, tuple | list) else (jnp.asarray(segments),) * 2
     if not is_batch:
         pair = tuple(x[None] for x in pair) if pair[0] is not pair[-1] else (pair[0][None],) * 2
     is_whole = all(jnp.issubdtype(x.dtype, jnp.integer) for x in pair)
@@ -153,7 +153,7 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation:
+def attention_operation(variant: AttentionVariant, lengths: tuple[int, ...]) -> Operation:
     """The operation from queries, keys, values and what a variant has beside to output and softmax statistics.
 
     Args:
@@ -167,7 +167,7 @@ def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation
     @operation(f"{operands} -> {results}", need_replication=whole, name="attention")
     def computed(query: Any, key: Any, value: Any, *others: Any) -> tuple[jax.Array, jax.Array]:
         call = AttentionOperands.of(variant, query, key, value, *others)
-        return Rows.of(call.forward(whole=has_all(call)), query).results
+        return QueryRows.of(call.forward(whole=has_all(call)), query).results
 
     @computed.backward
     def backward(*arrays: Any) -> tuple[jax.Array, ...]:
@@ -176,6 +176,6 @@ def attention_operation(variant: Variant, lengths: tuple[int, ...]) -> Operation
         saved = saved_of(output, statistics, cotangent, of_statistics, call.key.shape[2])
         return gradients_like(call.backward(saved, whole=has_all(call)), inputs)
 
-    computed.said = repr(variant)
+    computed.identity = repr(variant)
     add_implementations(computed, variant)
     return computed

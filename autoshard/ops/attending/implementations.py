@@ -15,7 +15,7 @@ from autoshard.operations.split import CallSplit
 from autoshard.ops.attending import heads, rings
 from autoshard.ops.attending.blocks import Gradients, Softmax, SoftmaxResiduals, by_value
 from autoshard.ops.attending.heads import Exchange
-from autoshard.ops.attending.operands import AttentionOperands, Rows, Variant, gradients_like, saved_of
+from autoshard.ops.attending.operands import AttentionOperands, AttentionVariant, QueryRows, gradients_like, saved_of
 
 PARTS = "parts"
 _EITHER = frozenset("bg")  # a batch of sequences, or of groups of heads: blocks of them are computed alike
@@ -24,18 +24,18 @@ _EITHER = frozenset("bg")  # a batch of sequences, or of groups of heads: blocks
 class _Kind(NamedTuple):
     """One way to go over the keys of a ring's stretch."""
 
-    forward: Callable[[CallSplit, AttentionOperands], Rows]
+    forward: Callable[[CallSplit, AttentionOperands], QueryRows]
     backward: Callable[[CallSplit, AttentionOperands, SoftmaxResiduals], Gradients]
 
 
 def _of_ring() -> _Kind:
-    return _Kind(lambda split, call: Rows.of(rings.ring(split, call), call.query), rings.ring_backward)
+    return _Kind(lambda split, call: QueryRows.of(rings.ring(split, call), call.query), rings.ring_backward)
 
 
 def _of_zigzag() -> _Kind:
-    def forward(split: CallSplit, call: AttentionOperands) -> Rows:
-        found = Rows.of(rings.zigzag(split, rings.in_zigzag(split, call)), call.query)
-        return Rows(*(rings.from_zigzag(split, x, dim) for x, dim in zip(found, (1, 3, 3), strict=True)))
+    def forward(split: CallSplit, call: AttentionOperands) -> QueryRows:
+        found = QueryRows.of(rings.zigzag(split, rings.in_zigzag(split, call)), call.query)
+        return QueryRows(*(rings.from_zigzag(split, x, dim) for x, dim in zip(found, (1, 3, 3), strict=True)))
 
     def backward(split: CallSplit, call: AttentionOperands, saved: SoftmaxResiduals) -> Gradients:
         in_order, dims = rings.in_zigzag(split, call), (3, 3, 3, 1)
@@ -50,7 +50,7 @@ def _of_zigzag() -> _Kind:
 
 def _of_device() -> _Kind:
     return _Kind(
-        lambda split, call: Rows.of(call.forward(whole=True), call.query),
+        lambda split, call: QueryRows.of(call.forward(whole=True), call.query),
         lambda split, call, saved: call.backward(saved, whole=True),
     )
 
@@ -67,7 +67,9 @@ def _shares_heads(split: CallSplit) -> bool:
     return heads.can_share_out(groups, each, split.count(heads.ROLE))
 
 
-def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ...], kind: _Kind, fits: Any) -> None:
+def _add(
+    operation: Operation, variant: AttentionVariant, name: str, roles: tuple[str, ...], kind: _Kind, fits: Any
+) -> None:
     def where(split: CallSplit) -> bool:
         shared = heads.ROLE not in roles or _shares_heads(split)
         return all(split.count(role) > 1 for role in roles) and shared and _is_stretch(split) and fits(split)
@@ -79,7 +81,7 @@ def _add(operation: Operation, variant: Variant, name: str, roles: tuple[str, ..
         exchange = Exchange.of(split, call)
         found = kind.forward(split, exchange.call(call))
         statistics = exchange.statistics_back(found.m), exchange.statistics_back(found.l)
-        return Rows(exchange.queries_back(found.output), *statistics).results
+        return QueryRows(exchange.queries_back(found.output), *statistics).results
 
     made = operation.implementation(splits=dict.fromkeys(roles, "q k"), name=name, where=where)(local)
     if heads.ROLE not in roles:  # those share out what a device has of the heads
@@ -107,7 +109,7 @@ def _finished(split: CallSplit, found: Gradients, call: AttentionOperands, input
     return gradients_like(found, inputs)
 
 
-def _add_split_keys(operation: Operation, variant: Variant) -> None:
+def _add_split_keys(operation: Operation, variant: AttentionVariant) -> None:
     """Keys in parts and all queries on each device, as one token reads a long cache (Dao, "Flash-Decoding", 2023).
 
     The parts' outputs are summed up: 8 bytes an element, in float32. Where queries are split instead, keys, values and
@@ -129,7 +131,7 @@ def _add_split_keys(operation: Operation, variant: Variant) -> None:
         kept = jnp.exp(found.m - m)
         l = lax.psum(found.l * kept, axes)  # noqa: E741
         o = lax.psum(found.o * by_value(kept), axes)
-        return Rows.of(Softmax(m, l, o), arrays[0]).results
+        return QueryRows.of(Softmax(m, l, o), arrays[0]).results
 
     made = operation.implementation(splits={PARTS: "k"}, name="split_keys", where=moves_less)(local)
     made.interchangeable = _EITHER
@@ -144,7 +146,7 @@ def _add_split_keys(operation: Operation, variant: Variant) -> None:
         return gradients_like(found._replace(query=lax.psum(found.query, axes), bias=bias), inputs)
 
 
-def add_implementations(operation: Operation, variant: Variant) -> None:
+def add_implementations(operation: Operation, variant: AttentionVariant) -> None:
     """Adds all of them to the operation of one variant. Where zigzag can run, a ring would compute twice as much."""
 
     def always(split: CallSplit) -> bool:

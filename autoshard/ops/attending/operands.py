@@ -23,7 +23,7 @@ from autoshard.ops.attending.blocks import (
 
 
 @dataclass(frozen=True)
-class Variant:
+class AttentionVariant:
     """Which arrays a call has beside queries, keys and values, and what it says of visibility. Static."""
 
     bias: tuple[bool, ...] = ()  # per dim, whether it has more than one element; () without a bias
@@ -68,10 +68,10 @@ class AttentionOperands:
     key: jax.Array  # [b, s, g, d]
     value: jax.Array
     seeing: Visibility
-    variant: Variant
+    variant: AttentionVariant
 
     @classmethod
-    def of(cls, variant: Variant, query: Any, key: Any, value: Any, *others: Any) -> AttentionOperands:
+    def of(cls, variant: AttentionVariant, query: Any, key: Any, value: Any, *others: Any) -> AttentionOperands:
         rest = list(others)
         bias = rest.pop(0) if variant.bias else None
         mask = rest.pop(0) if variant.mask else None
@@ -151,7 +151,7 @@ def by_groups(x: jax.Array, groups: int) -> jax.Array:
     return x.reshape(b, t, groups, n // groups, d)
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """What is known of a device's queries once they have met all keys."""
 
     output: jax.Array  # [b, t, g, r, v], in the dtype of the queries
@@ -159,7 +159,7 @@ class Rows(NamedTuple):
     l: jax.Array  # noqa: E741
 
     @classmethod
-    def of(cls, softmax: Softmax, query: Any) -> Rows:
+    def of(cls, softmax: Softmax, query: Any) -> QueryRows:
         return cls(softmax.output.astype(query.dtype), softmax.m, softmax.l)
 
     @property

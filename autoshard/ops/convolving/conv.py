@@ -27,7 +27,7 @@ from jax import lax
 
 from autoshard.operations.operation import Implementation, Operation
 from autoshard.operations.split import CallSplit
-from autoshard.ops.convolving.windows import Moves, Share, of_positions, rows_read
+from autoshard.ops.convolving.windows import PositionShare, WindowMoves, of_positions, rows_read
 from autoshard.propagation.rule import Rule, Shape
 
 ROLE = "space"
@@ -165,12 +165,12 @@ class Convolution:
             left.append(kept)
         return lax.pad(lhs, jnp.zeros((), lhs.dtype), config) if any(map(any, config)) else lhs, tuple(left)
 
-    def moves(self, lhs: Shape, rhs: Shape, result: Shape) -> list[Moves]:
+    def moves(self, lhs: Shape, rhs: Shape, result: Shape) -> list[WindowMoves]:
         """Per spatial dim."""
         places = zip(*(spec[2:] for spec in self.numbers), strict=True)
         hows = zip(self.strides, self.padding, self.spread, self.dilation, strict=True)
         return [
-            Moves(lhs[image], rhs[window], result[out], stride, low, spread, dilation)
+            WindowMoves(lhs[image], rhs[window], result[out], stride, low, spread, dilation)
             for (image, window, out), (stride, (low, _), spread, dilation) in zip(places, hows, strict=True)
         ]
 
@@ -192,11 +192,11 @@ class Convolution:
         tensors = [tuple(names) for names in dims]
         return Rule((tensors[0], tensors[1]), (tensors[2],), sizes, frozenset("c"), frozenset(whole), frozenset())
 
-    def share(self, split: CallSplit, dim: int) -> Share | None:
+    def share(self, split: CallSplit, dim: int) -> PositionShare | None:
         """What one device does along a spatial dim that is shared out."""
         size, window, positions = (split.sizes[f"{letter}{dim}"] for letter in "iwp")
         low, _ = self.padding[dim]
-        moves = Moves(size, window, positions, self.strides[dim], low, self.spread[dim], self.dilation[dim])
+        moves = WindowMoves(size, window, positions, self.strides[dim], low, self.spread[dim], self.dilation[dim])
         return of_positions(moves, split.count(ROLE))
 
     def on_share(self, split: CallSplit, dim: int, is_split: bool, lhs: Any, rhs: Any) -> jax.Array:
@@ -220,7 +220,7 @@ def conv_operation(convolution: Convolution) -> Operation:
         "conv",
         functools.wraps(conv)(lambda lhs, rhs: convolution.whole(lhs, rhs)),
         convolution.rule,
-        said=f"{convolution} {convolution.numbers} {convolution.precision} {convolution.preferred_element_type}",
+        identity=f"{convolution} {convolution.numbers} {convolution.precision} {convolution.preferred_element_type}",
     )
 
     @operation.backward

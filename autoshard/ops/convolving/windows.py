@@ -22,7 +22,7 @@ from autoshard.operations.split import Axes
 
 
 @dataclass(frozen=True)
-class Moves:
+class WindowMoves:
     """How a window moves along one dim of an image."""
 
     size: int  # of the image
@@ -40,7 +40,7 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Share:
+class PositionShare:
     """One device's part of the positions along a dim."""
 
     positions: int  # per device
@@ -50,7 +50,7 @@ class Share:
     padding: tuple[int, int]  # before and after these, once they are spread
 
 
-def of_positions(moves: Moves, pieces: int) -> Share | None:
+def of_positions(moves: WindowMoves, pieces: int) -> PositionShare | None:
     """Each device's share; None if the devices' shares are not of one form.
 
     Where devices do not divide the positions, each gets as many more as make the rows that it reads lie alike.
@@ -67,10 +67,10 @@ def of_positions(moves: Moves, pieces: int) -> Share | None:
     if last < first:
         return None
     padding = first * moves.spread - start, stop - 1 - last * moves.spread
-    return Share(positions, first, positions * moves.stride // moves.spread, last - first + 1, padding)
+    return PositionShare(positions, first, positions * moves.stride // moves.spread, last - first + 1, padding)
 
 
-def rows_read(x: Any, dim: int, share: Share, axes: Axes, pieces: int, *, is_split: bool) -> jax.Array:
+def rows_read(x: Any, dim: int, share: PositionShare, axes: Axes, pieces: int, *, is_split: bool) -> jax.Array:
     """The rows that this device reads; those beyond the image are zeros.
 
     Args:

@@ -25,7 +25,7 @@ from jax import lax
 from autoshard.jaxprs import aval_of
 from autoshard.operations.split import CallSplit
 from autoshard.operations.sums import scattered_sum
-from autoshard.ops.dispatching.row_function import Kind, RowFunction
+from autoshard.ops.dispatching.row_function import RowFunction, RowRole
 
 EXPERTS = "experts"
 DATA = "data"
@@ -102,7 +102,7 @@ def exchanged(
         sizes = jnp.bincount(group, length=each).astype(jnp.int32)
         read = [
             _sorted(function, var, traded(_fetched(x, kind, slot, slots)), order)
-            if kind in (Kind.TOKEN, Kind.SLOT)
+            if kind in (RowRole.TOKEN, RowRole.SLOT)
             else x
             for (var, kind), x in zip(function.inputs, arrays, strict=True)
         ]
@@ -111,7 +111,7 @@ def exchanged(
         target = jnp.where(is_row, slot, tokens * slots).reshape(-1)  # beyond the end: a place that holds no row
         found = []
         for (var, kind), x, total in zip(function.outputs, made, totals, strict=True):
-            if kind is Kind.GROUP:
+            if kind is RowRole.GROUP:
                 found.append(total + x)
                 continue
             x = jnp.moveaxis(x, function.row_dims[var], 0)[back]
@@ -123,11 +123,11 @@ def exchanged(
     _, found = lax.while_loop(lambda state: state[0] < rounds, turn, (jnp.int32(0), start))
     results = []
     for (var, kind), x in zip(function.outputs, found, strict=True):
-        if kind is Kind.GROUP:
+        if kind is RowRole.GROUP:
             results.append(summed(x.astype(aval_of(var).dtype), split, scatters=scatters))
         else:
             x = x.reshape(tokens, slots, *x.shape[1:])
-            results.append(x.sum(1) if kind is Kind.TOKEN else x)
+            results.append(x.sum(1) if kind is RowRole.TOKEN else x)
     return results
 
 
@@ -157,25 +157,25 @@ def on_own_rows(function: RowFunction, groups: jax.Array, arrays: Sequence[Any])
     sizes = jnp.bincount(flat, length=function.groups).astype(jnp.int32)
     read = [
         jnp.moveaxis(_fetched(x, kind, order, slots), 0, function.row_dims[var])
-        if kind in (Kind.TOKEN, Kind.SLOT)
+        if kind in (RowRole.TOKEN, RowRole.SLOT)
         else x
         for (var, kind), x in zip(function.inputs, arrays, strict=True)
     ]
     back = jnp.argsort(order)
     results = []
     for (var, kind), x in zip(function.outputs, function(sizes, read, tokens * slots), strict=True):
-        if kind is Kind.GROUP:
+        if kind is RowRole.GROUP:
             results.append(x)
             continue
         x = jnp.moveaxis(x, function.row_dims[var], 0)[back]
         x = x.reshape(tokens, slots, *x.shape[1:])
-        results.append(x.sum(1) if kind is Kind.TOKEN else x)
+        results.append(x.sum(1) if kind is RowRole.TOKEN else x)
     return results
 
 
-def _fetched(x: jax.Array, kind: Kind, slot: jax.Array, slots: int) -> jax.Array:
+def _fetched(x: jax.Array, kind: RowRole, slot: jax.Array, slots: int) -> jax.Array:
     """The rows of some slots, first."""
-    return x[slot // slots] if kind is Kind.TOKEN else x.reshape(-1, *x.shape[2:])[slot]
+    return x[slot // slots] if kind is RowRole.TOKEN else x.reshape(-1, *x.shape[2:])[slot]
 
 
 def _sorted(function: RowFunction, var: Any, x: jax.Array, order: jax.Array) -> jax.Array:
@@ -183,10 +183,10 @@ def _sorted(function: RowFunction, var: Any, x: jax.Array, order: jax.Array) -> 
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[order], 0, function.row_dims[var])
 
 
-def _zeros(function: RowFunction, var: Any, kind: Kind, rows: int, groups: int) -> jax.Array:
+def _zeros(function: RowFunction, var: Any, kind: RowRole, rows: int, groups: int) -> jax.Array:
     """What the rounds are added to: a place per slot, or a sum in float32 per group."""
     aval = aval_of(var)
-    if kind is Kind.GROUP:
+    if kind is RowRole.GROUP:
         return jnp.zeros((groups, *aval.shape[1:]), jnp.promote_types(aval.dtype, jnp.float32))
     return jnp.zeros((rows, *_without(aval.shape, function.row_dims[var])), aval.dtype)
 

@@ -13,7 +13,7 @@ from autoshard.jaxprs import aval_of
 from autoshard.operations.operation import Operation
 from autoshard.operations.split import CallSplit
 from autoshard.ops.dispatching.exchange import DATA, EXPERTS, exchanged, on_own_rows, scattered_dim, summed
-from autoshard.ops.dispatching.row_function import Kind, RowFunction
+from autoshard.ops.dispatching.row_function import RowFunction, RowRole
 from autoshard.propagation.rule import Rule, RuleBuilder, Shape
 
 # digest -> the operation, while some step has it: equal layers are priced once
@@ -41,7 +41,7 @@ def _operation(function: RowFunction) -> Operation:
         plain,
         functools.partial(_rule, function),
         sums_shared=True,
-        said=function.digest,
+        identity=function.digest,
     )
 
     @made.implementation(splits={EXPERTS: "t g", DATA: "t"}, name="exchange", where=_has(EXPERTS), turns=1)
@@ -62,7 +62,7 @@ def _operation(function: RowFunction) -> Operation:
     def scattered(split: CallSplit, groups: Any, *arrays: Any) -> tuple[jax.Array, ...]:
         found = on_own_rows(function, groups, arrays)
         return tuple(
-            summed(x, split, scatters=True) if kind is Kind.GROUP else x
+            summed(x, split, scatters=True) if kind is RowRole.GROUP else x
             for x, (_, kind) in zip(found, function.outputs, strict=True)
         )
 
@@ -75,7 +75,7 @@ def _has(*roles: str) -> Callable[[CallSplit], bool]:
 
 def _scattered(function: RowFunction) -> list[int]:
     """The results that are sums per group, of which devices may get parts."""
-    shapes = [aval_of(var).shape if kind is Kind.GROUP else () for var, kind in function.outputs]
+    shapes = [aval_of(var).shape if kind is RowRole.GROUP else () for var, kind in function.outputs]
     return [i for i, shape in enumerate(shapes) if scattered_dim(shape) is not None]
 
 
@@ -87,19 +87,19 @@ def _part(i: int) -> str:
 def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
     """Tokens may be split, groups by an exchange; all else is whole."""
     builder = RuleBuilder(operands, results)
-    kinds = [Kind.SLOT, *(kind for _, kind in function.inputs)]
+    kinds = [RowRole.SLOT, *(kind for _, kind in function.inputs)]
     ends = [kind for _, kind in function.outputs]
 
-    def joined(wanted: set[Kind], dim: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def joined(wanted: set[RowRole], dim: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         first = [(i, dim) for i, kind in enumerate(kinds) if kind in wanted]
         return first, [(i, dim) for i, kind in enumerate(ends) if kind in wanted]
 
-    rows, tokens = {Kind.TOKEN, Kind.SLOT}, operands[0][0]
+    rows, tokens = {RowRole.TOKEN, RowRole.SLOT}, operands[0][0]
     builder.factor(tokens, *joined(rows, 0), kind="")
-    builder.factor(operands[0][1], *joined({Kind.SLOT}, 1), kind="need_replication")
-    builder.factor(function.groups, *joined({Kind.GROUP}, 0), kind="need_replication")
+    builder.factor(operands[0][1], *joined({RowRole.SLOT}, 1), kind="need_replication")
+    builder.factor(function.groups, *joined({RowRole.GROUP}, 0), kind="need_replication")
     parts: dict[str, str] = {}
-    done = {Kind.TOKEN: 1, Kind.SLOT: 2, Kind.GROUP: 1, Kind.SHARED: 0}
+    done = {RowRole.TOKEN: 1, RowRole.SLOT: 2, RowRole.GROUP: 1, RowRole.SHARED: 0}
     for tensors, of, is_result in ((operands, kinds, False), (results, ends, True)):
         for i, (shape, kind) in enumerate(zip(tensors, of, strict=True)):
             for dim in range(done[kind], len(shape)):
@@ -107,7 +107,7 @@ def _rule(function: RowFunction, operands: Sequence[Shape], results: Sequence[Sh
                 name = builder.factor(
                     shape[dim], [] if is_result else place, place if is_result else [], "need_replication"
                 )
-                if is_result and kind is Kind.GROUP and dim == scattered_dim(shape):
+                if is_result and kind is RowRole.GROUP and dim == scattered_dim(shape):
                     parts[name] = _part(i)
     return _named(builder.build(), parts)
 

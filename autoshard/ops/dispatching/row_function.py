@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal, Var, aval_of, run
 
 
-class Kind(enum.Enum):
+class RowRole(enum.Enum):
     """What an operand or a result of a row function is, outside of it."""
 
     TOKEN = "token"  # [T, ...]: all slots of a token read one element, and what they make of it is summed up
@@ -38,8 +38,8 @@ class RowFunction:
 
     equations: tuple[JaxprEqn, ...]
     row_dims: Mapping[Var, int]  # value -> the dim of it that rows are; values without rows are not among them
-    inputs: tuple[tuple[Var, Kind], ...]
-    outputs: tuple[tuple[Var, Kind], ...]
+    inputs: tuple[tuple[Var, RowRole], ...]
+    outputs: tuple[tuple[Var, RowRole], ...]
     sizes: Var | None  # how many rows each group has; None if no equation reads it
     lookups: Mapping[Var, Var]  # value of rows -> the array [G, ...] of which each row has its group's element
     sums: Mapping[Var, Var]  # output [G, ...] -> the value of rows that it sums up per group
@@ -90,7 +90,7 @@ class RowFunction:
             rows: this size.
             wide: whether sums over the rows of a group are float32, so that others can be added to them.
         """
-        sums = {var for var, kind in self.outputs if kind is Kind.GROUP} if wide else set[Var]()
+        sums = {var for var, kind in self.outputs if kind is RowRole.GROUP} if wide else set[Var]()
         values: dict[Var, Any] = dict(zip((var for var, _ in self.inputs), arrays, strict=True))
         if self.sizes is not None:
             values[self.sizes] = sizes.astype(aval_of(self.sizes).dtype)

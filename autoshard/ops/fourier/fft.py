@@ -18,7 +18,7 @@ from autoshard.errors import ArgumentError
 from autoshard.operations.operation import Operation
 from autoshard.operations.primitive import OPERATION
 from autoshard.ops.fourier.implementations import add_implementations
-from autoshard.ops.fourier.kinds import Transform
+from autoshard.ops.fourier.transform import Transform
 from autoshard.program import Equation, Program
 from autoshard.propagation.rule import Rule, Shape
 
@@ -51,12 +51,12 @@ def fft(
     (3,)
     """
     x = jnp.asarray(x)
-    said = list(map(operator.index, np.atleast_1d(axes)))
-    if not all(-x.ndim <= axis < x.ndim for axis in said):
-        raise ArgumentError(f"fft along axes {said} of an array of shape {x.shape}: there is no such axis")
-    places = [axis % x.ndim for axis in said]
+    given_axes = list(map(operator.index, np.atleast_1d(axes)))
+    if not all(-x.ndim <= axis < x.ndim for axis in given_axes):
+        raise ArgumentError(f"fft along axes {given_axes} of an array of shape {x.shape}: there is no such axis")
+    places = [axis % x.ndim for axis in given_axes]
     if not 1 <= len(places) <= MOST_DIMS or len(set(places)) < len(places):
-        raise ArgumentError(f"fft takes one to {MOST_DIMS} different axes, not {said}")
+        raise ArgumentError(f"fft takes one to {MOST_DIMS} different axes, not {given_axes}")
     if length is not None and not (inverse and real):
         raise ArgumentError(
             "length= is of an inverse real transform, whose numbers do not tell how many they come from"
@@ -97,7 +97,7 @@ def fft_operation(transform: Transform) -> Operation:
     def rule_of(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
         return transform.rule(tuple(map(tuple, operands)), tuple(map(tuple, results)))
 
-    operation = Operation("fft", functools.wraps(fft)(lambda x: transform.whole(x)), rule_of, said=str(transform))
+    operation = Operation("fft", functools.wraps(fft)(lambda x: transform.whole(x)), rule_of, identity=str(transform))
     add_implementations(operation, transform)
     return operation
 
@@ -136,5 +136,5 @@ def _as_operation(equation: Equation) -> Equation:
     params = equation.params
     name = getattr(params["fft_type"], "name", str(params["fft_type"])).upper()
     operation = fft_operation(Transform(name, tuple(params["fft_lengths"])))
-    said = {"operation": operation, "static": (), "batched": (), "precision": None}
-    return replace(equation, primitive=OPERATION, params=said)
+    keywords = {"operation": operation, "static": (), "batched": (), "precision": None}
+    return replace(equation, primitive=OPERATION, params=keywords)

@@ -22,7 +22,7 @@ from jax import lax
 
 from autoshard.operations.operation import Implementation, Operation
 from autoshard.operations.split import Axes, CallSplit
-from autoshard.ops.fourier.kinds import Transform, after, before, twiddles
+from autoshard.ops.fourier.transform import Transform, after, before, twiddles
 
 MOST_SPLIT = 2  # dims: a slab or a pencil
 

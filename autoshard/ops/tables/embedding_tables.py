@@ -32,7 +32,7 @@ ROLE = "tables"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TablePiece:
     """Some rows of one table, on one device."""
 
     table: int
@@ -48,7 +48,7 @@ class EmbeddingTables:
 
     rows: tuple[int, ...]  # of each table
     devices: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TablePiece, ...]
 
     @classmethod
     def of(
@@ -84,7 +84,7 @@ class EmbeddingTables:
         device_of = balanced([costs[table] * count / rows[table] for table, _, count in cut], devices)
         ends, pieces = [0] * devices, []
         for (table, first, count), device in zip(cut, device_of, strict=True):
-            pieces.append(Piece(table, first, count, device, ends[device]))
+            pieces.append(TablePiece(table, first, count, device, ends[device]))
             ends[device] += count
         return cls(tuple(rows), devices, tuple(pieces))
 
@@ -203,5 +203,5 @@ def lookup_operation(tables: EmbeddingTables) -> Operation:
         made = lax.all_to_all(made, axes, split_axis=0, concat_axis=1, tiled=True)
         return _by_table(made, slots[:, :, 0].reshape(-1), count)
 
-    looked_up.said = str(tables.pieces)
+    looked_up.identity = str(tables.pieces)
     return looked_up

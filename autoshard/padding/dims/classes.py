@@ -15,7 +15,7 @@ from typing import Any
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, called_jaxpr, called_operands, equations_of, scan_counts
 from autoshard.padding.batches import padded_rows
 from autoshard.padding.operations import equation_of, shape_of
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.propagation.registry import has_rule, rule_of
 
 Node = tuple[int, int]  # id of a variable, and a dim of it
@@ -120,7 +120,7 @@ class DimClasses:
             for node, size in nodes:
                 self._sizes[node].add(size)
             self._tie([node for node, _ in nodes])
-            if facts_of(eqn.primitive.name).work is Work.CONTRACTION or eqn.primitive.name == "operation":
+            if facts_of(eqn.primitive.name).work is FlopRule.CONTRACTION or eqn.primitive.name == "operation":
                 self._work[nodes[0][0]] += flops
 
 

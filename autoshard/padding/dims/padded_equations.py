@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from autoshard.jaxprs import JaxprEqn, aval_of, run
 from autoshard.padding.operations import (
     FROM_FIRST_ROWS,
-    MADE_ALIKE,
+    INDEPENDENT_OF_ROWS,
     Mask,
     RefusedError,
     equation_of,
@@ -91,7 +91,7 @@ def _padded_factors(eqn: JaxprEqn, rule: Rule, operands: Sequence[Shape], result
     mixed = rule.need_replication | rule.permutation | rule.summed | rule.exchanged
     if padded & mixed and not (eqn.primitive.name in FROM_FIRST_ROWS and not eqn.params.get("reverse")):
         return None
-    if padded - read and eqn.primitive.name not in MADE_ALIKE:
+    if padded - read and eqn.primitive.name not in INDEPENDENT_OF_ROWS:
         return None
     return padded
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from autoshard.operations.operation import Implementation, Operation
 from autoshard.operations.split import CallSplit
-from autoshard.ops.convolving.windows import Share, rows_read
+from autoshard.ops.convolving.windows import PositionShare, rows_read
 from autoshard.propagation.rule import Rule, Shape
 
 OLD, NEW = "old", "new"  # the factors of the dim that is resized
@@ -62,7 +62,7 @@ def resizing(rank: int, dim: int, old: int, new: int) -> Operation:
 
     def cut(split: CallSplit, x: Any) -> jax.Array:
         each = new // split.count("cut")
-        share = Share(each, 0, each, each, (0, 0))
+        share = PositionShare(each, 0, each, each, (0, 0))
         return rows_read(x, dim, share, split.axes("cut"), split.count("cut"), is_split=True)
 
     def traded(split: CallSplit, x: Any, *, other: int) -> jax.Array:
@@ -71,7 +71,9 @@ def resizing(rank: int, dim: int, old: int, new: int) -> Operation:
         return _plain(lax.all_to_all(x, split.axes("trade"), other, dim, tiled=True), dim, new)
 
     beside = {f"along{i}": (f"x{i}", f"y{i}") for i in others}
-    operation = Operation("grown" if grows else "cut_off", lambda x: _plain(x, dim, new), rule_of, said=f"{dim} {new}")
+    operation = Operation(
+        "grown" if grows else "cut_off", lambda x: _plain(x, dim, new), rule_of, identity=f"{dim} {new}"
+    )
     operation.implementations += [
         Implementation("parts", parts, {"parts": (NEW if grows else OLD,), **beside}),
         Implementation("cut", cut, {"cut": (OLD, NEW), **beside}, lambda split: split.count("cut") > 1),

@@ -55,8 +55,8 @@ class UnevenFunction(ShardedFunction[Parameters, Result]):
         step, remark = self._chosen(args, kwargs)
         made = super().plan(*args, **kwargs) if step is None else step.plan(*args, **kwargs)
         advice = uneven_batch(self.trace(*args, **kwargs), self._options.mesh.shape)  # to pad, as is done here
-        said = [one for one in (*made.warnings, remark) if one and one not in advice]
-        return replace(made, warnings=tuple(said))
+        warnings = [one for one in (*made.warnings, remark) if one and one not in advice]
+        return replace(made, warnings=tuple(warnings))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step as it was chosen, lowered."""

@@ -141,8 +141,8 @@ Task(kind='B', microbatch=0, virtual_stage=0), Task(kind='B', microbatch=1, virt
     """
     entry = _entry(name)
     _check_count("slices", slices)
-    said = {"slices": slices > 1, "every": every is not None, "predecessors": predecessors is not None}
-    for option, is_said in said.items():
+    given = {"slices": slices > 1, "every": every is not None, "predecessors": predecessors is not None}
+    for option, is_said in given.items():
         if is_said and entry.option != option:
             takers = [other for other, row in _ALL.items() if row.option == option]
             raise ArgumentError(f"schedule {name!r} takes no {option}=; {', '.join(takers)} do")

@@ -52,7 +52,7 @@ def solve_orders(problem: OrderProblem, known: float, *, time_limit: float) -> P
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
 
-    program = _Program(problem, before, open_pairs, known)
+    program = _OrderProgram(problem, before, open_pairs, known)
     entries, upper = program.matrix()
     count = program.columns
     matrix = coo_array((entries[2], (entries[0], entries[1])), shape=(len(upper), count)).tocsr()
@@ -120,7 +120,7 @@ def _open_pairs(problem: OrderProblem, before: np.ndarray) -> list[tuple[int, in
     ]
 
 
-class _Program:
+class _OrderProgram:
     """Columns and rows of the program."""
 
     def __init__(self, problem: OrderProblem, before: np.ndarray, open_pairs: list[tuple[int, int]], known: float):

@@ -57,7 +57,7 @@ class _ListScheduler:
         self.lines: list[list[list[int]]] = [[] for _ in self.rows]
         for line in problem.lines.values():
             self.lines[problem.devices[line[0]]].append(line[::-1])
-        self.memory = [_Memory(problem, limit) for limit in problem.limits]
+        self.memory = [_MicrobatchMemory(problem, limit) for limit in problem.limits]
 
     def run(self) -> Rows:
         moments = [0.0]
@@ -108,7 +108,7 @@ class _ListScheduler:
         return end
 
 
-class _Memory:
+class _MicrobatchMemory:
     """What devices hold of each microbatch, and what each microbatch will still take."""
 
     def __init__(self, problem: OrderProblem, limit: HeldLimit):

@@ -49,7 +49,7 @@ def dynamic_update_slice(equation: Equation) -> Rule:
 
 
 @dataclass(frozen=True)
-class _Indexing:
+class _IndexedDims:
     """What the dims of a gather or scatter are to each other, in the terms of both."""
 
     window: tuple[tuple[int, int], ...]  # (dim of the array, dim of the slices), taken or written as a window
@@ -67,7 +67,7 @@ class _Indexing:
         indexed: Sequence[int],
         array_batch: Sequence[int],
         index_batch: Sequence[int],
-    ) -> _Indexing:
+    ) -> _IndexedDims:
         kept = [dim for dim in range(array_dims) if dim not in dropped and dim not in array_batch]
         outer = [dim for dim in range(slice_dims) if dim not in window]
         batched = dict(zip(index_batch, array_batch, strict=True))
@@ -84,7 +84,7 @@ def gather(equation: Equation) -> Rule:
     """`v d, b 1 -> b d`, reduction v: an embedding lookup."""
     operands, (result,) = shapes_of(equation)
     numbers = equation.params["dimension_numbers"]
-    indexing = _Indexing.of(
+    indexing = _IndexedDims.of(
         len(operands[0]),
         len(result),
         numbers.offset_dims,
@@ -97,7 +97,7 @@ def gather(equation: Equation) -> Rule:
 
 
 @lru_cache(maxsize=KEPT_RULES)
-def _gather(operands: tuple[Shape, ...], result: Shape, indexing: _Indexing) -> Rule:
+def _gather(operands: tuple[Shape, ...], result: Shape, indexing: _IndexedDims) -> Rule:
     array, indices = operands
     builder = RuleBuilder(operands, [result])
     for dim, to, array_dim in indexing.batch:
@@ -133,7 +133,7 @@ def overwriting_scatter(equation: Equation) -> Rule:
 def _scatter_of(equation: Equation, kind_of_updates: str) -> Rule:
     operands, results = shapes_of(equation)
     numbers = equation.params["dimension_numbers"]
-    indexing = _Indexing.of(
+    indexing = _IndexedDims.of(
         len(operands[0]),
         len(operands[2]),
         numbers.update_window_dims,
@@ -147,7 +147,7 @@ def _scatter_of(equation: Equation, kind_of_updates: str) -> Rule:
 
 @lru_cache(maxsize=KEPT_RULES)
 def _scatter(
-    operands: tuple[Shape, ...], results: tuple[Shape, ...], indexing: _Indexing, kind_of_updates: str
+    operands: tuple[Shape, ...], results: tuple[Shape, ...], indexing: _IndexedDims, kind_of_updates: str
 ) -> Rule:
     array, indices, updates = operands
     builder = RuleBuilder(operands, results)

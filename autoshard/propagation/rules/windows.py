@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard.program import Equation
-from autoshard.propagation.halos import Reach, Rows, hops, window_rows
-from autoshard.propagation.moves import Place, SourceRead, Step, reads
+from autoshard.propagation.halos import HaloRows, Reach, hops, window_rows
+from autoshard.propagation.moves import MoveStep, RowOffset, SourceRead, reads
 from autoshard.propagation.parts import shape_in
 from autoshard.propagation.registry import rule
 from autoshard.propagation.rule import KEPT_RULES, Rule, RuleBuilder, Shape, dimwise
@@ -83,7 +83,7 @@ def _convolution(
     if batch_groups > 1:
         builder.factor(batch_groups, [(0, batch), (1, kernel_out)], [(0, out_channels)])
     batch_factor = builder.factor(result[out_batch], [(0, batch)], [(0, out_batch)])
-    reaches: list[Rows[str]] = []
+    reaches: list[HaloRows[str]] = []
     summed = []
     for dim, kernel_dim, out_dim, moved, round_the_end in zip(spatial, window, out_spatial, moves, wraps, strict=True):
         # The larger of the two is the major factor. So a split of the images goes to the result. In the gradient of a
@@ -111,7 +111,7 @@ def _convolution(
 
 def _rows(
     dim: int, factor: str, size: int, window: int, places: int, moved: _Moves, window_is_split: bool
-) -> Rows[str] | None:
+) -> HaloRows[str] | None:
     """What devices read along a dim whose windows, or whose one window, they share out; None if it has no one form."""
     stride, padding, spread, dilation = moved
     if size * spread != (window * dilation if window_is_split else places * stride):
@@ -175,7 +175,7 @@ def _scattered(equation: Equation, array: int, windows: int) -> Rule:
     operands, results = shapes_of(equation)
     builder, windowed = RuleBuilder(operands, results), _windowed(equation.params)
     alike: dict[str, str] = {}
-    rows: list[tuple[Rows[str], Rows[str]]] = []
+    rows: list[tuple[HaloRows[str], HaloRows[str]]] = []
     for dim, size in enumerate(results[0]):
         if dim in windowed:
             rows_factor = builder.factor(size, [(array, dim)], [(0, dim)], "permutation")
@@ -196,7 +196,7 @@ def _scattered(equation: Equation, array: int, windows: int) -> Rule:
 
 def _scattered_rows(
     equation: Equation, dim: int, factor: str, size: int, places: int
-) -> tuple[Rows[str], Rows[str]] | None:
+) -> tuple[HaloRows[str], HaloRows[str]] | None:
     """What a device reads of the array and of the windows to make its rows: all windows over these, and their rows."""
     params = equation.params
     window, stride = params["window_dimensions"][dim], params["window_strides"][dim]
@@ -204,8 +204,8 @@ def _scattered_rows(
     if places * stride != size:
         return None
     first, after = -((window - 1 - low) // stride), (low - 1) // stride
-    array = Rows(dim, factor, low - first * stride, after * stride - low + window, 0, size)
-    return array, Rows(dim, factor, -first, after + 1, 0, places)
+    array = HaloRows(dim, factor, low - first * stride, after * stride - low + window, 0, size)
+    return array, HaloRows(dim, factor, -first, after + 1, 0, places)
 
 
 @rule(STENCIL)
@@ -226,7 +226,7 @@ def _in_steps(shapes: Iterable[Shape], dims: Iterable[tuple[int | None, ...]], r
 
 @lru_cache(maxsize=KEPT_RULES)
 def _stencil(
-    steps: tuple[Step, ...],
+    steps: tuple[MoveStep, ...],
     dims: tuple[tuple[int | None, ...], ...],
     shared: SharedReads,
     operands: tuple[Shape, ...],
@@ -246,7 +246,7 @@ def _stencil(
     is_split = [[one == size for one, size in zip(shape, result, strict=bool(shape))] for shape in sources]
     halos = SourceHalos(found, is_split, shared)
 
-    def rows(source: int, dim: int) -> tuple[Rows[str], ...]:
+    def rows(source: int, dim: int) -> tuple[HaloRows[str], ...]:
         hulls = (hull for hull in halos.hulls(source, dim) if hull.dim in small)
         return tuple(replace(hull, dim=dims[source].index(hull.dim), factor=names[hull.dim]) for hull in hulls)
 
@@ -259,12 +259,12 @@ def _stencil(
     return builder.build(reaches)
 
 
-def rows_at(place: Place, dim: int, factor: str) -> Rows[str]:
+def rows_at(place: RowOffset, dim: int, factor: str) -> HaloRows[str]:
     """The rows that devices read at a place along a dim that is split."""
-    return Rows(dim, factor, -place.offset, place.offset, place.first, place.last, place.wraps)
+    return HaloRows(dim, factor, -place.offset, place.offset, place.first, place.last, place.wraps)
 
 
-def _rows_of(read: SourceRead, dim: int, factor: str) -> Rows[str]:
+def _rows_of(read: SourceRead, dim: int, factor: str) -> HaloRows[str]:
     place = read.places[dim]
     assert place is not None, "all dims were taken for split"
     return rows_at(place, dim, factor)

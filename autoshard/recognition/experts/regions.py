@@ -20,13 +20,13 @@ from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
 from autoshard.microbatches.proof import equation_of
 from autoshard.primitives import applies_function
 from autoshard.propagation.registry import has_rule, rule_of
-from autoshard.recognition.bodies import Body, Tree
+from autoshard.recognition.bodies import BodyTree, NestedBody
 from autoshard.recognition.experts.sortings import Index, Sorting
 
 RAGGED = "ragged_dot_general"
 
 
-class Exit(enum.Enum):
+class ExitKind(enum.Enum):
     """How an equation takes rows out."""
 
     ADDED = "added"  # a scatter-add, by token or slot
@@ -36,7 +36,7 @@ class Exit(enum.Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class RowEntry:
     """The elements of an array, one per sorted row."""
 
     array: Var  # its leading dims are those of tokens or slots
@@ -44,32 +44,32 @@ class Entry:
 
 
 @dataclass(frozen=True, eq=False)
-class RowGather:
+class RowExit:
     """An equation that takes rows out."""
 
-    body: Body
+    body: NestedBody
     eqn: JaxprEqn
-    how: Exit
+    how: ExitKind
     rows: Var | None  # what is taken out; None for PER_GROUP, which is made of all operands
     table: np.ndarray | None  # of ADDED: of each slot, to which element
     level: int  # how many exits lie before it
 
 
 @dataclass(eq=False)
-class Regions:
+class RowRegions:
     """What a step makes of rows that one sorting brings together. Variables are origins."""
 
-    tree: Tree
+    tree: BodyTree
     sorting: Sorting
     row_dims: dict[Var, int] = field(default_factory=dict)
-    entries: dict[Var, Entry] = field(default_factory=dict)  # value of rows -> how it came in
+    entries: dict[Var, RowEntry] = field(default_factory=dict)  # value of rows -> how it came in
     lookups: dict[Var, Var] = field(default_factory=dict)  # value of rows -> the array of which it has their groups'
     constants: dict[Var, Any] = field(default_factory=dict)  # predicate of a selection -> what it is in all rows
     spread: dict[Var, int] = field(default_factory=dict)  # what all rows have alike, broadcast -> its dim of rows
-    leaving: list[RowGather] = field(default_factory=list)
+    leaving: list[RowExit] = field(default_factory=list)
 
     @classmethod
-    def of(cls, tree: Tree, sorting: Sorting) -> Regions:
+    def of(cls, tree: BodyTree, sorting: Sorting) -> RowRegions:
         found = cls(tree, sorting)
         for body in tree.root.all():
             levels: dict[Var, int] = {}
@@ -90,7 +90,7 @@ class Regions:
         """The dim of rows; None for what has none."""
         return None if isinstance(atom, Literal) else self.row_dims.get(self.tree.origin(atom))
 
-    def _read(self, body: Body, eqn: JaxprEqn, level: int) -> None:
+    def _read(self, body: NestedBody, eqn: JaxprEqn, level: int) -> None:
         name = eqn.primitive.name
         dims = [self.dim_of(x) for x in eqn.invars]
         if all(dim is None for dim in dims):
@@ -104,7 +104,7 @@ class Regions:
             return
         if name == "gather" and dims[0] == 0 and dims[1] is None:
             if takes_rows(eqn) and self._is(eqn.invars[1], Index.INVERSE):
-                self.leaving.append(RowGather(body, eqn, Exit.IN_SLOTS, self.tree.origin(eqn.invars[0]), None, level))
+                self.leaving.append(RowExit(body, eqn, ExitKind.IN_SLOTS, self.tree.origin(eqn.invars[0]), None, level))
         elif name in ("scatter-add", "scatter") and dims[2] == 0 and dims[:2] == [None, None]:
             self._scatter(body, eqn, level)
         elif name == RAGGED:
@@ -125,7 +125,7 @@ class Regions:
         if found is None or found[0] is Index.INVERSE:
             return
         if found[1] is not None:
-            self.entries[made] = Entry(self.tree.origin(array), found[1])
+            self.entries[made] = RowEntry(self.tree.origin(array), found[1])
         elif aval_of(array).shape[0] == self.sorting.groups and self.sorting.are_keys_of_groups:
             self.lookups[made] = self.tree.origin(array)
         else:
@@ -140,7 +140,7 @@ class Regions:
         if self._is(index, Index.INVERSE) and (eqn.primitive.name == "scatter" or self._is_zero(base)):
             rows = self.tree.origin(eqn.outvars[0])
             self.row_dims[rows] = 0
-            self.entries[rows] = Entry(self.tree.origin(updates), np.arange(self._rows))
+            self.entries[rows] = RowEntry(self.tree.origin(updates), np.arange(self._rows))
 
     def _is_zero(self, atom: Any) -> bool:
         if isinstance(atom, Literal):
@@ -148,7 +148,7 @@ class Regions:
         _, maker = self.tree.homes.get(self.tree.origin(atom), (None, None))
         return maker is not None and maker.primitive.name == "broadcast_in_dim" and self._is_zero(maker.invars[0])
 
-    def _scatter(self, body: Body, eqn: JaxprEqn, level: int) -> None:
+    def _scatter(self, body: NestedBody, eqn: JaxprEqn, level: int) -> None:
         found = self.sorting.index_of(eqn.invars[1])
         if found is None or not adds_rows(eqn):
             return
@@ -157,13 +157,13 @@ class Regions:
             is_sum = eqn.primitive.name == "scatter-add" and found[0] is Index.KEYS
             is_whole = aval_of(eqn.outvars[0]).shape[0] == self.sorting.groups
             if is_sum and is_whole and self.sorting.are_keys_of_groups:
-                self.leaving.append(RowGather(body, eqn, Exit.ADDED_TO_GROUPS, rows, None, level))
+                self.leaving.append(RowExit(body, eqn, ExitKind.ADDED_TO_GROUPS, rows, None, level))
         elif eqn.primitive.name == "scatter-add":
-            self.leaving.append(RowGather(body, eqn, Exit.ADDED, rows, table, level))
+            self.leaving.append(RowExit(body, eqn, ExitKind.ADDED, rows, table, level))
         elif np.array_equal(table, np.arange(self._rows)) and aval_of(eqn.outvars[0]).shape[0] == self._rows:
-            self.leaving.append(RowGather(body, eqn, Exit.IN_SLOTS, rows, None, level))
+            self.leaving.append(RowExit(body, eqn, ExitKind.IN_SLOTS, rows, None, level))
 
-    def _ragged(self, body: Body, eqn: JaxprEqn, dims: list[int | None], level: int) -> None:
+    def _ragged(self, body: NestedBody, eqn: JaxprEqn, dims: list[int | None], level: int) -> None:
         numbers: Any = eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), (batch, _) = numbers.dot_dimension_numbers
         ragged, of_groups = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
@@ -173,7 +173,7 @@ class Regions:
             return
         if dims[0] in contracted:
             if dims[1] is not None:
-                self.leaving.append(RowGather(body, eqn, Exit.PER_GROUP, None, None, level))
+                self.leaving.append(RowExit(body, eqn, ExitKind.PER_GROUP, None, None, level))
         elif dims[1] is None and of_groups == (0,):
             self._inside(eqn, dims)
 
@@ -208,7 +208,7 @@ class Regions:
             return True
         if dim == 0 and self._is(atom, Index.KEYS):
             origin = self.tree.origin(atom)
-            self.row_dims[origin], self.entries[origin] = 0, Entry(self.sorting.keys, np.arange(self._rows))
+            self.row_dims[origin], self.entries[origin] = 0, RowEntry(self.sorting.keys, np.arange(self._rows))
             return True
         return False
 

@@ -17,15 +17,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard.batching.boundary import made_or_none
+from autoshard.batching.boundary import result_or_none
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Var, aval_of, called_jaxpr, inner_jaxprs, literal
 from autoshard.operations.primitive import OPERATION, evaluated
-from autoshard.ops.dispatching import Kind, RowFunction, routed_operation
+from autoshard.ops.dispatching import RowFunction, RowRole, routed_operation
 from autoshard.ops.ragged_dot import ragged_operation
-from autoshard.recognition.bodies import Tree, values_needed
+from autoshard.recognition.bodies import BodyTree, values_needed
 from autoshard.recognition.editing import Editor
 from autoshard.recognition.equations import NotAvailable
-from autoshard.recognition.experts.regions import RAGGED, Exit, Regions, RowGather
+from autoshard.recognition.experts.regions import RAGGED, ExitKind, RowExit, RowRegions
 from autoshard.recognition.experts.sortings import Sorting, sortings
 
 MOST_PER_ROW = 64  # elements of matrices per element of rows: where rows are fewer, as in decoding, matrices stay
@@ -41,12 +41,12 @@ def with_experts(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr | None:
         return None
     left = set[int]()  # sortings whose rows are used in other ways, too
     while True:
-        tree = Tree.of(closed, _body_of, opens_too=_is_function_of_jax)
+        tree = BodyTree.of(closed, _body_of, opens_too=_is_function_of_jax)
         editor, done, failed = Editor(tree), False, None
         for i, sorting in enumerate(list(sortings(tree))):
             if i in left:
                 continue
-            calls = made_or_none(
+            calls = result_or_none(
                 "recognition of experts", functools.partial(_put_in_if_possible, editor, sorting, devices)
             )
             if calls is None:
@@ -58,7 +58,7 @@ def with_experts(closed: ClosedJaxpr, devices: int) -> ClosedJaxpr | None:
         left.add(failed)
 
 
-def _put_in_if_possible(editor: Editor, sorting: Sorting, devices: int) -> list[_Call] | None:
+def _put_in_if_possible(editor: Editor, sorting: Sorting, devices: int) -> list[_ExpertCall] | None:
     """None where the rows of one sorting cannot become operations; then the editor is to be thrown away."""
     try:
         return _put_in(editor, sorting, devices)
@@ -66,14 +66,14 @@ def _put_in_if_possible(editor: Editor, sorting: Sorting, devices: int) -> list[
         return None
 
 
-def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_Call]:
+def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_ExpertCall]:
     """The operations in the place of what is made of the rows of one sorting; [] where it is not worth it.
 
     Raises:
         NotAvailable: something else reads these rows, in the order in which they are sorted, or they are made of, or
             go to, arrays of other sizes.
     """
-    regions = Regions.of(editor.tree, sorting)
+    regions = RowRegions.of(editor.tree, sorting)
     calls = list(_calls(regions))
     if not calls or calls[0].slots.tokens % devices or not _has_many_rows(editor.tree, regions):
         return []
@@ -84,7 +84,7 @@ def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_Call]:
     return calls
 
 
-def _has_many_rows(tree: Tree, regions: Regions) -> bool:
+def _has_many_rows(tree: BodyTree, regions: RowRegions) -> bool:
     """Whether rows are so many that a device may have whole matrices for its own."""
     products = [eqn for body in tree.root.all() for eqn in body.equations if eqn.primitive.name == RAGGED]
     into = [
@@ -164,23 +164,23 @@ class Slots:
         x = x if self.by_token else x.swapaxes(0, 1)
         return x.reshape(self.tokens * self.each, *x.shape[2:])
 
-    def kind(self, table: np.ndarray) -> Kind:
+    def kind(self, table: np.ndarray) -> RowRole:
         is_slot = len(table) == 0 or np.array_equal(table, np.arange(self.tokens * self.each))
-        return Kind.SLOT if is_slot else Kind.TOKEN
+        return RowRole.SLOT if is_slot else RowRole.TOKEN
 
-    def has_all(self, var: Any, kind: Kind) -> bool:
+    def has_all(self, var: Any, kind: RowRole) -> bool:
         """Whether the leading dims of an array are those of all tokens or slots, and of nothing else."""
-        shape, size = aval_of(var).shape, self.tokens if kind is Kind.TOKEN else self.tokens * self.each
+        shape, size = aval_of(var).shape, self.tokens if kind is RowRole.TOKEN else self.tokens * self.each
         return size in itertools.accumulate(shape, operator.mul)
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _ExpertCall:
     """Exits of one body and level, as one operation."""
 
-    regions: Regions
+    regions: RowRegions
     slots: Slots
-    leaving: tuple[RowGather, ...]
+    leaving: tuple[RowExit, ...]
 
     def function(self) -> tuple[RowFunction, list[Var]]:
         """The function of rows, and the arrays outside that it reads.
@@ -188,23 +188,23 @@ class _Call:
         Raises:
             NotAvailable: an array has other elements beside those of tokens or slots.
         """
-        reader = _Reader(self.regions, self.slots)
-        outputs: list[tuple[Var, Kind]] = []
+        reader = _RowReader(self.regions, self.slots)
+        outputs: list[tuple[Var, RowRole]] = []
         for one in self.leaving:
-            if one.how is Exit.PER_GROUP:
+            if one.how is ExitKind.PER_GROUP:
                 reader.need(one.eqn)
-                outputs.append((reader.origin(one.eqn.outvars[0]), Kind.GROUP))
-            elif one.how is Exit.ADDED_TO_GROUPS:
+                outputs.append((reader.origin(one.eqn.outvars[0]), RowRole.GROUP))
+            elif one.how is ExitKind.ADDED_TO_GROUPS:
                 assert one.rows is not None, "it sums up rows"
                 reader.need(one.rows)
                 made = Var(aval_of(one.eqn.outvars[0]))
                 reader.sums[made] = one.rows
-                outputs.append((made, Kind.GROUP))
+                outputs.append((made, RowRole.GROUP))
             else:
                 assert one.rows is not None, "all others take rows out"
                 reader.need(one.rows)
-                kind = Kind.SLOT if one.table is None else self.slots.kind(one.table)
-                if one.how is Exit.ADDED and not self.slots.has_all(one.eqn.outvars[0], kind):
+                kind = RowRole.SLOT if one.table is None else self.slots.kind(one.table)
+                if one.how is ExitKind.ADDED and not self.slots.has_all(one.eqn.outvars[0], kind):
                     raise NotAvailable
                 outputs.append((one.rows, kind))
         return reader.function(outputs)
@@ -221,14 +221,14 @@ class _Call:
         (body,) = {one.body for one in self.leaving}
         outer = [self.regions.sorting.keys, *arrays]
         operands = [editor.here(var, body) for var in outer]
-        adding = Exit.ADDED, Exit.ADDED_TO_GROUPS
+        adding = ExitKind.ADDED, ExitKind.ADDED_TO_GROUPS
         bases = [one.eqn.invars[0] for one in self.leaving if one.how in adding]
         fixed = {i: base for i, base in enumerate(bases) if not isinstance(base, Var)}
         given = [base for base in bases if isinstance(base, Var)]
 
         def call(keys: Any, *others: Any) -> list[Any]:
             inputs = [
-                slots.apart(x.reshape(aval_of(var).shape)) if kind is Kind.SLOT else x
+                slots.apart(x.reshape(aval_of(var).shape)) if kind is RowRole.SLOT else x
                 for x, (var, kind) in zip(others[: len(arrays)], function.inputs, strict=True)
             ]
             made = operation(slots.apart(keys), *inputs)
@@ -237,7 +237,7 @@ class _Call:
             found = []
             for one, (_, kind), x in zip(self.leaving, function.outputs, made, strict=True):
                 like: Any = aval_of(one.eqn.outvars[0])
-                whole = slots.together(x) if kind is Kind.SLOT else x
+                whole = slots.together(x) if kind is RowRole.SLOT else x
                 if one.how in adding:
                     whole = jax.numpy.asarray(next(added)) + whole
                 found.append(whole.reshape(like.shape).astype(like.dtype))
@@ -247,26 +247,26 @@ class _Call:
         editor.replace(body, gone, call, [*operands, *given], [eqn.outvars[0] for eqn in gone])
 
 
-def _calls(regions: Regions) -> Iterator[_Call]:
+def _calls(regions: RowRegions) -> Iterator[_ExpertCall]:
     into, out = [one.table for one in regions.entries.values()], [one.table for one in regions.leaving]
     tables = [table for table in (*into, *out) if table is not None]
     slots = Slots.of(regions.sorting.rows, tables)
 
-    def place(one: RowGather) -> tuple[int, int]:
+    def place(one: RowExit) -> tuple[int, int]:
         return id(one.body), one.level
 
     for _, several in itertools.groupby(sorted(regions.leaving, key=place), key=place):
-        yield _Call(regions, slots, tuple(several))
+        yield _ExpertCall(regions, slots, tuple(several))
 
 
-class _Reader:
+class _RowReader:
     """The equations on rows that some values are made of, from where rows come in."""
 
-    def __init__(self, regions: Regions, slots: Slots):
+    def __init__(self, regions: RowRegions, slots: Slots):
         self.regions, self.slots = regions, slots
         self.origin = regions.tree.origin
         self.equations: list[JaxprEqn] = []
-        self.inputs: dict[Var, tuple[Kind, Var]] = {}  # value inside -> its kind, and the array outside
+        self.inputs: dict[Var, tuple[RowRole, Var]] = {}  # value inside -> its kind, and the array outside
         self.row_dims: dict[Var, int] = {}
         self.sizes: Var | None = None
         self.lookups: dict[Var, Var] = {}
@@ -311,7 +311,7 @@ class _Reader:
         self.row_dims[var] = 0
         if var in self.regions.lookups:
             array = self.lookups[var] = self.regions.lookups[var]
-            self._outside(array, Kind.GROUP)
+            self._outside(array, RowRole.GROUP)
             return
         entry = self.regions.entries[var]
         kind = self.slots.kind(entry.table)
@@ -319,7 +319,7 @@ class _Reader:
             raise NotAvailable
         self.inputs[var] = kind, entry.array
 
-    def _outside(self, var: Var, kind: Kind) -> None:
+    def _outside(self, var: Var, kind: RowRole) -> None:
         """An array outside is read as it is.
 
         Raises:
@@ -338,7 +338,7 @@ class _Reader:
             if is_ragged and i == 2:
                 self.sizes = self.sizes or var
             else:
-                self._outside(var, Kind.GROUP if is_ragged else Kind.SHARED)
+                self._outside(var, RowRole.GROUP if is_ragged else RowRole.SHARED)
         read: list[Any] = []
         for i, x in enumerate(eqn.invars):
             if not isinstance(x, Var):
@@ -354,7 +354,7 @@ class _Reader:
         known = self.regions.row_dims | self.regions.spread
         self.row_dims |= {var: known[var] for var in written if var in known}
 
-    def function(self, outputs: Sequence[tuple[Var, Kind]]) -> tuple[RowFunction, list[Var]]:
+    def function(self, outputs: Sequence[tuple[Var, RowRole]]) -> tuple[RowFunction, list[Var]]:
         made = RowFunction(
             tuple(self.equations),
             self.row_dims,

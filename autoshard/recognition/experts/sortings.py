@@ -22,7 +22,7 @@ import numpy as np
 from jax.lax import GatherScatterMode
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of, run
-from autoshard.recognition.bodies import Tree
+from autoshard.recognition.bodies import BodyTree
 
 _DRAWS = 5  # of keys, for which arrays are evaluated; `Integers` is given them
 _TAKES_ELEMENTS = frozenset({  # of their first operand, each as it is
@@ -44,7 +44,7 @@ class Index(enum.Enum):
 class Integers:
     """Arrays of integers and flags that follow from constants, and from arrays of which draws are known."""
 
-    tree: Tree
+    tree: BodyTree
     known: dict[Var, list[Any] | None] = field(default_factory=dict)  # origin -> its values, one per draw
 
     def values(self, var: Var) -> list[Any] | None:
@@ -101,7 +101,7 @@ def _is_evaluated(eqn: JaxprEqn) -> bool:
 class Sorting:
     """The keys that some equation sorts, one per slot, and arrays that follow from them."""
 
-    def __init__(self, tree: Tree, constants: Integers, keys: Var, source: Var, groups: int):
+    def __init__(self, tree: BodyTree, constants: Integers, keys: Var, source: Var, groups: int):
         """
         Args:
             constants: what follows from constants alone, shared by all sortings.
@@ -215,7 +215,7 @@ class Sorting:
         return (Index.KEYS, None) if all(np.array_equal(one, keys[order]) for one, keys, order in pairs) else None
 
 
-def _source_of(tree: Tree, constants: Integers, var: Var) -> Var:
+def _source_of(tree: BodyTree, constants: Integers, var: Var) -> Var:
     """The array whose elements a value has, in another shape, or some of them: the program may take these twice."""
     while True:
         var = tree.origin(var)
@@ -228,7 +228,7 @@ def _source_of(tree: Tree, constants: Integers, var: Var) -> Var:
         var = maker.invars[0]
 
 
-def _sorted_operand(tree: Tree, maker: JaxprEqn, var: Var) -> Any:
+def _sorted_operand(tree: BodyTree, maker: JaxprEqn, var: Var) -> Any:
     """The operand of a sort whose elements a result has; None if the equation is none."""
     if maker.primitive.name != "sort":
         return None
@@ -236,7 +236,7 @@ def _sorted_operand(tree: Tree, maker: JaxprEqn, var: Var) -> Any:
     return next(x for made, x in pairs if isinstance(made, Var) and tree.origin(made) is var)
 
 
-def _range_of(tree: Tree, constants: Integers, atom: Any) -> tuple[float, float]:
+def _range_of(tree: BodyTree, constants: Integers, atom: Any) -> tuple[float, float]:
     """The least and the largest element that an array of integers can have, whatever the arguments of the step."""
     values = [atom.val] if isinstance(atom, Literal) else constants.values(atom)
     if values is not None:
@@ -260,7 +260,7 @@ def _range_of(tree: Tree, constants: Integers, atom: Any) -> tuple[float, float]
     return (low, high) if fits else (-math.inf, math.inf)
 
 
-def sortings(tree: Tree) -> Iterator[Sorting]:
+def sortings(tree: BodyTree) -> Iterator[Sorting]:
     """A sorting for all keys whose rows some ragged product takes."""
     ragged = [eqn for body in tree.root.all() for eqn in body.equations if eqn.primitive.name == "ragged_dot_general"]
     sizes = {tree.origin(eqn.invars[2]): int(aval_of(eqn.invars[2]).shape[-1]) for eqn in ragged if _is_plain(eqn)}

@@ -12,15 +12,15 @@ from autoshard.report.html.style import part_colour
 from autoshard.report.units import bytes_text, seconds_text
 
 _WIDTH, _HEIGHT = 1000, 260  # of a chart, in units of its own
-_ROOM = 1.08  # of the height, above what is highest
-_FAR = 3.0  # a limit so many times as high as the peak is said, not drawn
+_HEADROOM_SHARE = 1.08  # of the height, above what is highest
+_FAR_LIMIT_FACTOR = 3.0  # a limit so many times as high as the peak is said, not drawn
 
 
 def memory_chart(use: MemoryUse, limit: float | None) -> Html:
     """What holds memory over the step, one part on the other, against the limit."""
     totals, peak = use.totals, use.peak
-    is_drawn = limit is not None and limit <= _FAR * totals[peak]
-    top = max(totals[peak], limit if is_drawn and limit is not None else 0) * _ROOM or 1.0
+    is_drawn = limit is not None and limit <= _FAR_LIMIT_FACTOR * totals[peak]
+    top = max(totals[peak], limit if is_drawn and limit is not None else 0) * _HEADROOM_SHARE or 1.0
     moments = len(use.lines)
 
     def x(moment: float) -> float:
@@ -82,10 +82,10 @@ def memory_chart(use: MemoryUse, limit: float | None) -> Html:
         role="img",
         aria_label="memory in use over the step",
     )
-    said = element(
+    caption = element(
         "p", "From the first operation of the step to the last; the bars above a place are what is held there."
     )
-    return joined(chart, element("div", said, class_="soft"), _legend(use))
+    return joined(chart, element("div", caption, class_="soft"), _legend(use))
 
 
 def _legend(use: MemoryUse) -> Html:

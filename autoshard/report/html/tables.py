@@ -10,11 +10,11 @@ from autoshard.report.html.style import AXES
 from autoshard.report.section import (
     ArrayCount,
     Bytes,
-    Change,
     Column,
-    Names,
+    NameList,
     Phrase,
     Piece,
+    RelativeChange,
     Seconds,
     Section,
     Share,
@@ -61,9 +61,9 @@ def cell_html(piece: Piece | Phrase, colours: Colours) -> Html:
             return joined(*(cell_html(one, colours) for one in piece))
         case Spec(layout):
             return spec_html(layout, colours)
-        case Names(names):
+        case NameList(names):
             return joined(*(axis_html(name, colours) for name in names))
-        case Bytes() | Seconds() | Share() | Change() | ArrayCount() | int():
+        case Bytes() | Seconds() | Share() | RelativeChange() | ArrayCount() | int():
             return joined(written(piece))
         case _:
             is_over = piece == "over the limit"

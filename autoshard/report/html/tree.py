@@ -11,7 +11,7 @@ from autoshard.report.html.elements import Html, element
 from autoshard.report.html.tables import Colours, axis_html, spec_html
 from autoshard.report.units import bytes_text
 
-_OPEN = 2  # levels that are open at first, as long as they have few branches
+_OPEN_LEVELS = 2  # levels that are open at first, as long as they have few branches
 _FEW_BRANCHES = 12  # of a level that is open at first, so that what is open fits on a screen
 
 
@@ -55,7 +55,7 @@ def _below(branch: _Branch, colours: Colours, depth: int) -> Iterable[Html]:
             element("span", *(axis_html(axis, colours) for axis in colours if axis in below.axes)),
             element("span", bytes_text(below.bytes), class_="size soft"),
         )
-        yield element("details", summary, *_below(below, colours, depth + 1), open=depth < _OPEN and few)
+        yield element("details", summary, *_below(below, colours, depth + 1), open=depth < _OPEN_LEVELS and few)
 
 
 def _leaf(name: str, alike: list[PlacedArray], colours: Colours) -> Html:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import JaxprEqn, Var
-from autoshard.rewrites.graph import Graph, ScaledProduct
+from autoshard.rewrites.graph import BodyGraph, ScaledProduct
 from autoshard.rewrites.product import Atom, Label, Operand, Product
 from autoshard.rewrites.rewrite import Match, register
 
@@ -20,7 +20,7 @@ MOST_FLOPS = 2.0
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ChainReader:
     """A product that reads the inner one, in labels of which the inner one's are ``("inner", ...)``."""
 
     product: Product
@@ -63,7 +63,7 @@ class _Reader:
         return functools.reduce(jax.lax.mul, scales, out)
 
 
-def _reader(product: Product, side: int, found: ScaledProduct) -> _Reader:
+def _reader(product: Product, side: int, found: ScaledProduct) -> _ChainReader:
     """A product of which one operand is another product, with transposes and numbers between."""
     dims = dict(zip(found.labels, product.operands[side].labels, strict=True))  # label of the inner one -> of the outer
     names: dict[Label, Label] = {
@@ -71,12 +71,12 @@ def _reader(product: Product, side: int, found: ScaledProduct) -> _Reader:
     }
     outer: dict[Label, Label] = {label: ("outer", label) for label in product.sizes}
     named, inner = product.renamed(outer), found.product.renamed(names)
-    return _Reader(product, named.operands[1 - side], inner.operands, named.result)
+    return _ChainReader(product, named.operands[1 - side], inner.operands, named.result)
 
 
-def _readers(graph: Graph, inner: Product) -> list[tuple[_Reader, ScaledProduct]] | None:
+def _readers(graph: BodyGraph, inner: Product) -> list[tuple[_ChainReader, ScaledProduct]] | None:
     """All products that read one, through transposes and numbers; None if something else reads it."""
-    found, waiting = list[tuple[_Reader, ScaledProduct]](), [inner.out]
+    found, waiting = list[tuple[_ChainReader, ScaledProduct]](), [inner.out]
     while waiting:
         var = waiting.pop()
         if var in graph.results:
@@ -98,7 +98,7 @@ def _readers(graph: Graph, inner: Product) -> list[tuple[_Reader, ScaledProduct]
 
 
 @register("product_chain", "(A B) C = A (B C)")
-def product_chain(graph: Graph) -> Iterator[Match]:
+def product_chain(graph: BodyGraph) -> Iterator[Match]:
     """Two products in another order, where nothing else reads the inner one. All products that read it change."""
     for inner in graph.products.values():
         found = _readers(graph, inner)
@@ -111,11 +111,11 @@ def product_chain(graph: Graph) -> Iterator[Match]:
         yield _reordered(inner, found, [first for first in firsts if first is not None])
 
 
-def _orders(reader: _Reader) -> list[int]:
+def _orders(reader: _ChainReader) -> list[int]:
     return [first for first in range(2) if reader.order(first) is not None]
 
 
-def _reordered(inner: Product, found: Sequence[tuple[_Reader, ScaledProduct]], firsts: Sequence[int]) -> Match:
+def _reordered(inner: Product, found: Sequence[tuple[_ChainReader, ScaledProduct]], firsts: Sequence[int]) -> Match:
     scales = [scaled.scales for _, scaled in found]
     numbers = [scale for several in scales for scale in several]
 
@@ -131,7 +131,7 @@ def _reordered(inner: Product, found: Sequence[tuple[_Reader, ScaledProduct]], f
 
 
 @register("distributed_product", "X (W + A B) = X W + (X A) B")
-def distributed_product(graph: Graph) -> Iterator[Match]:
+def distributed_product(graph: BodyGraph) -> Iterator[Match]:
     """Products with a sum, of which one addend is a product, as LoRA writes its weights: the sum is never made."""
     for eqn in graph.jaxpr.eqns:
         if not graph.is_sum(eqn) or eqn.outvars[0] in graph.results:
@@ -146,7 +146,7 @@ def distributed_product(graph: Graph) -> Iterator[Match]:
             break
 
 
-def _distributed(graph: Graph, eqn: JaxprEqn, plain: Atom, scaled: ScaledProduct) -> Match | None:
+def _distributed(graph: BodyGraph, eqn: JaxprEqn, plain: Atom, scaled: ScaledProduct) -> Match | None:
     """All readers of the sum of an array and a product; None if one of them is no product, or takes more work."""
     (total,) = eqn.outvars
     readers = graph.readers[total]

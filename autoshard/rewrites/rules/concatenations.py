@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import DropVar, JaxprEqn, Var, aval_of
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.product import Atom, Product
 from autoshard.rewrites.rewrite import Match, register
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _ConcatenationReader:
     """An equation that reads something concatenated, and can take it part by part."""
 
     result: Var
@@ -30,7 +30,7 @@ class _Reader:
 
 
 @register("split_concatenation", "[A B] [C; D] = A C + B D")
-def split_concatenation(graph: Graph) -> Iterator[Match]:
+def split_concatenation(graph: BodyGraph) -> Iterator[Match]:
     """Products and convolutions with something concatenated; what else reads that is left as it is."""
     for eqn in graph.jaxpr.eqns:
         if eqn.primitive.name != "concatenate" or len(eqn.invars) < 2:
@@ -43,7 +43,7 @@ def split_concatenation(graph: Graph) -> Iterator[Match]:
             yield _split(eqn, reader)
 
 
-def _split(eqn: JaxprEqn, reader: _Reader) -> Match:
+def _split(eqn: JaxprEqn, reader: _ConcatenationReader) -> Match:
     places = [0]
     for atom in eqn.invars:
         places.append(places[-1] + aval_of(atom).shape[eqn.params["dimension"]])
@@ -54,7 +54,7 @@ def _split(eqn: JaxprEqn, reader: _Reader) -> Match:
     return Match((reader.result,), (*eqn.invars, reader.other), build, ("split", eqn.params["dimension"]))
 
 
-def _reader(graph: Graph, eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None:
+def _reader(graph: BodyGraph, eqn: JaxprEqn, whole: Var, dim: int) -> _ConcatenationReader | None:
     if eqn.invars.count(whole) > 1:
         return None
     if eqn.outvars[0] in graph.products:
@@ -64,7 +64,7 @@ def _reader(graph: Graph, eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None
     return None
 
 
-def _of_product(product: Product, whole: Var, dim: int) -> _Reader | None:
+def _of_product(product: Product, whole: Var, dim: int) -> _ConcatenationReader | None:
     side = 0 if product.left.atom is whole else 1
     here, other = product.operands[side], product.operands[1 - side]
     label = here.labels[dim]
@@ -84,10 +84,10 @@ def _of_product(product: Product, whole: Var, dim: int) -> _Reader | None:
             return jax.lax.concatenate(made, product.result.index(label))
         return functools.reduce(jax.lax.add, made)
 
-    return _Reader(product.out, other.atom, build)
+    return _ConcatenationReader(product.out, other.atom, build)
 
 
-def _of_convolution(eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None:
+def _of_convolution(eqn: JaxprEqn, whole: Var, dim: int) -> _ConcatenationReader | None:
     """A convolution of what is concatenated in its channels, or in its rows, as its kernel's gradient has channels."""
     numbers = eqn.params["dimension_numbers"]
     if eqn.invars[0] is not whole or dim not in numbers.lhs_spec[:2] or not _is_ungrouped(eqn):
@@ -101,7 +101,7 @@ def _of_convolution(eqn: JaxprEqn, whole: Var, dim: int) -> _Reader | None:
             made.append(eqn.primitive.bind(part, own, **eqn.params))
         return functools.reduce(jax.lax.add, made) if is_summed else jax.lax.concatenate(made, numbers.out_spec[0])
 
-    return _Reader(eqn.outvars[0], eqn.invars[1], build)
+    return _ConcatenationReader(eqn.outvars[0], eqn.invars[1], build)
 
 
 def _is_ungrouped(eqn: JaxprEqn) -> bool:
@@ -109,7 +109,7 @@ def _is_ungrouped(eqn: JaxprEqn) -> bool:
 
 
 @register("sliced_product", "slices of A [B C] = A B, A C")
-def sliced_product(graph: Graph) -> Iterator[Match]:
+def sliced_product(graph: BodyGraph) -> Iterator[Match]:
     """A product or convolution of which only slices are read, in a dim of one operand: each slice by itself."""
     for eqn in graph.jaxpr.eqns:
         out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
@@ -151,7 +151,7 @@ def _slices(eqn: JaxprEqn) -> list[_Slice] | None:
     return [_Slice(result, dims[0], starts[dims[0]], stops[dims[0]])]
 
 
-def _sliced_operand(graph: Graph, eqn: JaxprEqn, dim: int) -> tuple[int, int] | None:
+def _sliced_operand(graph: BodyGraph, eqn: JaxprEqn, dim: int) -> tuple[int, int] | None:
     """The operand that has a dim of the result, and which of its dims that is; None if that is not one operand's."""
     product = graph.products.get(eqn.outvars[0])
     if product is not None:

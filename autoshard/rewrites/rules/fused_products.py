@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.jaxprs import aval_of
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.product import Atom, Label, Operand, Product, ordered
 from autoshard.rewrites.rewrite import Match, register
 from autoshard.rewrites.rules.joining import JOINED, Concatenation
@@ -36,7 +36,7 @@ def _factor(product: Product, side: int) -> tuple[tuple[Any, ...], _Factor]:
 
 
 @register("fused_products", "X A, X B = X [A B]")
-def fused_products(graph: Graph) -> Iterator[Match]:
+def fused_products(graph: BodyGraph) -> Iterator[Match]:
     """Products of one operand, with others of one shape or of shapes that differ in one dim, as one product."""
     groups = defaultdict[tuple[Any, ...], list[_Factor]](list)
     for product in graph.products.values():

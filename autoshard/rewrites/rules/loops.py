@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
 from autoshard.remat.numbering import needed, variables
-from autoshard.rewrites.graph import Graph, ScaledProduct
-from autoshard.rewrites.loop import Loop, is_plain
+from autoshard.rewrites.graph import BodyGraph, ScaledProduct
+from autoshard.rewrites.loop import ScanLoop, is_plain
 from autoshard.rewrites.product import Atom
 from autoshard.rewrites.rewrite import Match, register
 
@@ -24,10 +24,10 @@ _TURN = "turn"  # the label of the dim of all turns
 
 
 @register("loop_product", "[x_1 W; ..; x_n W] = [x_1; ..; x_n] W")
-def loop_product(graph: Graph) -> Iterator[Match]:
+def loop_product(graph: BodyGraph) -> Iterator[Match]:
     """Products in a scan that no carry goes into, before it; and those that go into no carry, after it."""
     for eqn in graph.jaxpr.eqns:
-        loop = Loop.of(eqn, graph.devices)
+        loop = ScanLoop.of(eqn, graph.devices)
         if loop is None or not loop.graph.products:
             continue
         early, late = _early(loop), _late(loop)
@@ -35,7 +35,7 @@ def loop_product(graph: Graph) -> Iterator[Match]:
             yield _taken_out(loop, early, late)
 
 
-def _early(loop: Loop) -> list[Var]:
+def _early(loop: ScanLoop) -> list[Var]:
     """The products that are made of slices alone, and of what is the same in all turns."""
     carried, sliced = loop.depends(loop.carried), loop.depends(loop.slices)
     found = []
@@ -47,7 +47,7 @@ def _early(loop: Loop) -> list[Var]:
     return found
 
 
-def _late(loop: Loop) -> list[JaxprEqn]:
+def _late(loop: ScanLoop) -> list[JaxprEqn]:
     """Products with what is the same in all turns that go into no carry, and all that is made of them."""
     on = {id(eqn) for eqn in needed(loop.equations, loop.finals)}
     off = [eqn for eqn in loop.equations if id(eqn) not in on]
@@ -67,7 +67,7 @@ def _late(loop: Loop) -> list[JaxprEqn]:
     return late if all(map(is_plain, late)) else []
 
 
-def _taken_out(loop: Loop, early: Sequence[Var], late: Sequence[JaxprEqn]) -> Match:
+def _taken_out(loop: ScanLoop, early: Sequence[Var], late: Sequence[JaxprEqn]) -> Match:
     eqn = loop.eqn
     made_late = {var for one in late for var in one.outvars}
     inside = [atom for atom in loop.stacked if atom not in made_late]
@@ -105,10 +105,10 @@ class _Sum:
 
 
 @register("loop_sum", "sum_t (A_t B_t) = [A_1 .. A_n] [B_1; ..; B_n]")
-def loop_sum(graph: Graph) -> Iterator[Match]:
+def loop_sum(graph: BodyGraph) -> Iterator[Match]:
     """Carries of a scan that only add up products: their operands are stacked, and multiplied once."""
     for eqn in graph.jaxpr.eqns:
-        loop = Loop.of(eqn, graph.devices)
+        loop = ScanLoop.of(eqn, graph.devices)
         if loop is None:
             continue
         sums = list(filter(None, (_sum(loop, carry) for carry in range(loop.carries))))
@@ -116,7 +116,7 @@ def loop_sum(graph: Graph) -> Iterator[Match]:
             yield _summed_after(loop, sums)
 
 
-def _sum(loop: Loop, carry: int) -> _Sum | None:
+def _sum(loop: ScanLoop, carry: int) -> _Sum | None:
     graph, end, start = loop.graph, loop.finals[carry], loop.carried[carry]
     eqn = graph.maker(end)
     outs = list(graph.jaxpr.outvars)
@@ -141,7 +141,7 @@ def _sum(loop: Loop, carry: int) -> _Sum | None:
     return _Sum(carry, tuple(products), tuple(reduced))
 
 
-def _summed_after(loop: Loop, sums: Sequence[_Sum]) -> Match:
+def _summed_after(loop: ScanLoop, sums: Sequence[_Sum]) -> Match:
     eqn, turns = loop.eqn, loop.eqn.params["length"]
     kept = [i for i in range(loop.carries) if i not in {one.carry for one in sums}]
     read = [one.atom for s in sums for p in s.products for one in p.product.operands]

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.jaxprs import JaxprEqn, aval_of
-from autoshard.rewrites.graph import Graph, ScaledProduct
+from autoshard.rewrites.graph import BodyGraph, ScaledProduct
 from autoshard.rewrites.product import Label, Operand, Product
 from autoshard.rewrites.rewrite import Match, register
 
 
 @register("summed_product", "sum_i (A_i B) = (sum_i A_i) B")
-def summed_product(graph: Graph) -> Iterator[Match]:
+def summed_product(graph: BodyGraph) -> Iterator[Match]:
     """A product of which only the sum over some dims is read: a dim of one operand is summed there first.
 
     A dim of both operands is summed by the product itself.
@@ -66,7 +66,7 @@ def _summed(eqn: JaxprEqn, found: ScaledProduct) -> Match:
 
 
 @register("broadcast_product", "A [b b ... b] = (A 1) b")
-def broadcast_product(graph: Graph) -> Iterator[Match]:
+def broadcast_product(graph: BodyGraph) -> Iterator[Match]:
     """A product with an array that is broadcast: what is the same everywhere is computed once."""
     for product in graph.products.values():
         for side, operand in enumerate(product.operands):
@@ -76,7 +76,7 @@ def broadcast_product(graph: Graph) -> Iterator[Match]:
                 break
 
 
-def _source(graph: Graph, operand: Operand) -> tuple[JaxprEqn, dict[int, Label]] | None:
+def _source(graph: BodyGraph, operand: Operand) -> tuple[JaxprEqn, dict[int, Label]] | None:
     """The equation that broadcasts an operand, and dim of what was broadcast -> its label; None if there is none."""
     labels, eqn = operand.labels, graph.maker(operand.atom)
     while eqn is not None and (eqn.primitive.name == "transpose" or is_widening(eqn)):

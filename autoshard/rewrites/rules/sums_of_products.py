@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import JaxprEqn
-from autoshard.rewrites.graph import Graph
+from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.product import Atom, Label, Product, ordered
 from autoshard.rewrites.rewrite import Match, register
 from autoshard.rewrites.rules.joining import Concatenation
@@ -30,7 +30,7 @@ class _Addend:
         return [label for label in self.product.left.labels if label not in self.product.result]
 
 
-def _addends(graph: Graph, atoms: Sequence[Atom]) -> list[_Addend]:
+def _addends(graph: BodyGraph, atoms: Sequence[Atom]) -> list[_Addend]:
     """The addends that are products and that nothing else reads."""
     made = []
     for place, atom in enumerate(atoms):
@@ -57,7 +57,7 @@ def _total(eqn: JaxprEqn, atoms: Sequence[Atom], several: Sequence[_Addend], inp
 
 
 @register("sum_of_products", "A B + C D = [A C] [B; D]")
-def sum_of_products(graph: Graph) -> Iterator[Match]:
+def sum_of_products(graph: BodyGraph) -> Iterator[Match]:
     """Products that are added up, as one that sums over both: it leaves one partial sum."""
     for eqn, atoms in graph.sums():
         groups = defaultdict[tuple[Any, ...], list[_Addend]](list)
@@ -81,7 +81,7 @@ def _turned(addend: _Addend) -> _Addend:
     return addend
 
 
-def _as_one(graph: Graph, eqn: JaxprEqn, atoms: Sequence[Atom], several: Sequence[_Addend]) -> Match | None:
+def _as_one(graph: BodyGraph, eqn: JaxprEqn, atoms: Sequence[Atom], several: Sequence[_Addend]) -> Match | None:
     first = several[0].product
     out = first.result
     # Dims that are summed come first, so that both operands are joined in the same one.
@@ -110,7 +110,7 @@ def _as_one(graph: Graph, eqn: JaxprEqn, atoms: Sequence[Atom], several: Sequenc
 
 
 @register("common_factor", "A B + A C = A (B + C)")
-def common_factor(graph: Graph) -> Iterator[Match]:
+def common_factor(graph: BodyGraph) -> Iterator[Match]:
     """Products of one operand that are added up, as one product with the sum of the others."""
     for eqn, atoms in graph.sums():
         groups = defaultdict[tuple[Any, ...], list[_Addend]](list)

@@ -18,8 +18,8 @@ from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.bounds.settings import RELAXATION, RelaxationSettings
 from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import SOLVED_GAP, Incumbent, most_sum
-from autoshard.solver.local_search.forest_moves import ForestMoves, Moves
-from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.local_search.forest_moves import ForestMoves, ForestState
+from autoshard.solver.run import NoChoice, ProblemPart, SolverRun
 
 # Of the way from the bound to the best choice: ceilings on the cost of choices with an option, in turn.
 CEILINGS = (0.001, 0.03, 0.2, 1.0)
@@ -43,17 +43,17 @@ class OptionBounds:
     moves: ForestMoves = field(default_factory=ForestMoves)
     program: IntegerProgram = field(default_factory=IntegerProgram)
 
-    def applies(self, part: Part, run: Run) -> bool:
+    def applies(self, part: ProblemPart, run: SolverRun) -> bool:
         many = part.options > run.sizes.bounded_options or part.incumbent.always_tolerant
         return part.bounds_pay and many and not part.is_large
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: ProblemPart, run: SolverRun) -> bool:
         with run.report.during("bounds"), run.clock.hurry(self.time_share if part.of_whole else 1.0):
             self._improve(part, run)
             return True
         return False  # there was too little time
 
-    def _improve(self, part: Part, run: Run) -> None:
+    def _improve(self, part: ProblemPart, run: SolverRun) -> None:
         relaxation = Relaxation(part.problem, self.relaxation)
         start = run.clock.budget.done
         run.clock.spend(self.build_sweeps * relaxation.seconds)
@@ -64,7 +64,7 @@ class OptionBounds:
         with run.clock.hurry(self.close_share) if is_close else contextlib.nullcontext():
             self._solve_with_few(part, relaxation, run)
 
-    def _raise_bound(self, part: Part, relaxation: Relaxation, start: float, run: Run) -> bool:
+    def _raise_bound(self, part: ProblemPart, relaxation: Relaxation, start: float, run: SolverRun) -> bool:
         """Sweeps until the bound rises no more; whether the incumbent is good enough.
 
         Args:
@@ -72,7 +72,7 @@ class OptionBounds:
         """
         incumbent, tolerates = part.incumbent, _tolerates(part, run)
         most = most_sum(incumbent.problem)
-        moves = functools.cache(lambda: Moves(incumbent.problem, np.random.default_rng(run.seed)))
+        moves = functools.cache(lambda: ForestState(incumbent.problem, np.random.default_rng(run.seed)))
         with run.clock.hurry(self.bounds_share):
             for choice, bound in relaxation.rounds(lambda: incumbent.cost):
                 run.clock.budget.spend(relaxation.seconds)
@@ -92,7 +92,7 @@ class OptionBounds:
                 run.clock.check()
         return False
 
-    def _solve_with_few(self, part: Part, relaxation: Relaxation, run: Run) -> None:
+    def _solve_with_few(self, part: ProblemPart, relaxation: Relaxation, run: SolverRun) -> None:
         incumbent, has_moved = part.incumbent, False
         if not incumbent.best:
             self.moves.improve(part, run)
@@ -113,13 +113,13 @@ class OptionBounds:
         self.program.improve(part, run)
 
 
-def _tolerates(part: Part, run: Run) -> bool:
+def _tolerates(part: ProblemPart, run: SolverRun) -> bool:
     """Whether a choice that is close to the best one is good enough."""
     return part.options > run.sizes.few_options or part.incumbent.always_tolerant
 
 
 def solve_below(
-    incumbent: Incumbent, ceiling: float, least: Sequence[np.ndarray], run: Run, *, enough_fewer: float = 0.5
+    incumbent: Incumbent, ceiling: float, least: Sequence[np.ndarray], run: SolverRun, *, enough_fewer: float = 0.5
 ) -> None:
     """Solves a problem with only those options that choices below the ceiling may have.
 

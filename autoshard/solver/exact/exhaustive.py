@@ -9,7 +9,7 @@ from autoshard.errors import SolverError
 from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.verify import fits, verify
 
-MOST = 1_000_000  # choices; beyond it nobody waits for the answer
+MOST_CHOICES = 1_000_000  # choices; beyond it nobody waits for the answer
 
 
 class _Evaluation:
@@ -50,7 +50,7 @@ def exhaustive(problem: Problem) -> Solution:
         SolverError: every choice is forbidden, or there are too many to try.
     """
     count = math.prod(map(len, problem.costs))
-    if count > MOST:
+    if count > MOST_CHOICES:
         raise SolverError(f"{count} choices are too many to try")
     best, least, needed = None, math.inf, math.inf
     evaluate = _Evaluation(problem)

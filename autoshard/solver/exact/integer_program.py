@@ -94,7 +94,7 @@ def cheapest(
     compiling = PROGRAM.seconds_per_flow * program.flow_costs.shape[1]
     if spend(compiling + PROGRAM.setup_seconds) or time_limit < compiling:
         return Outcome(None, program.constant, interrupted=False)
-    memory = _Memory(problem if problem.limit is not None else replace(problem, lives=()))
+    memory = _MemoryRows(problem if problem.limit is not None else replace(problem, lives=()))
     room = memory.room(problem.limit)
     if (room < 0).any():
         return Outcome(None, np.inf, interrupted=False)
@@ -149,7 +149,7 @@ def leanest(
     spend: Callable[[float], bool] = lambda seconds: False,
 ) -> Outcome:
     """The choice with the lowest peak of memory, or the best one found in time; the bound is one on the peak."""
-    program, memory = _encode((problem,), np.inf), _Memory(problem)
+    program, memory = _encode((problem,), np.inf), _MemoryRows(problem)
     unit = (memory.most.max(initial=0.0) or 1.0) / PROGRAM.magnitude
     scale = np.full(len(memory.least), 1 / unit)
     s, x = program.variables()
@@ -182,7 +182,7 @@ def leanest(
 
 
 @dataclass(frozen=True)
-class _Program:
+class _ChoiceProgram:
     """The rows that have nothing to do with memory, over stacked options s and flows x; and the way there and back."""
 
     offsets: np.ndarray  # node -> where its options start in s; one more at the end
@@ -262,7 +262,7 @@ def _tables(problems: Sequence[Problem]) -> list[tuple[int, int, list[np.ndarray
     return [(i, j, [tables.get((i, j), np.zeros((sizes[i], sizes[j]))) for tables in sums]) for i, j in pairs]
 
 
-def _encode(problems: Sequence[Problem], known: float) -> _Program:
+def _encode(problems: Sequence[Problem], known: float) -> _ChoiceProgram:
     """The program of problems with a choice of cost `known`; options and pairs that alone cost more are left out."""
     offsets = _offsets(problems[0])
     costs = np.array([np.concatenate(problem.costs) for problem in problems])
@@ -277,7 +277,7 @@ def _encode(problems: Sequence[Problem], known: float) -> _Program:
     constants = np.array(list(map(math.fsum, least)))
     ceilings = np.maximum(known - constants, 0.0) + ROUNDING * abs(known)
     forbidden = (np.isinf(costs) | (costs > ceilings[:, None])).any(axis=0)
-    marginals, flows, blocks, cells = _Rows(), _Rows(), _Rows(), []
+    marginals, flows, blocks, cells = _SparseRows(), _SparseRows(), _SparseRows(), []
     flow_costs = [np.zeros((len(problems), 1))]  # a flow of no edge, since x may not be empty
     count = 1  # of flows
     for i, j, parts in edges:
@@ -311,7 +311,7 @@ def _encode(problems: Sequence[Problem], known: float) -> _Program:
     all_flows = np.concatenate(flow_costs, axis=1)
     dearest = max(costs.max(initial=0.0), all_flows.max())
     ceiling = float(ceilings.min())
-    return _Program(
+    return _ChoiceProgram(
         offsets=offsets,
         costs=costs,
         forbidden=forbidden,
@@ -325,7 +325,7 @@ def _encode(problems: Sequence[Problem], known: float) -> _Program:
     )
 
 
-class _Memory:
+class _MemoryRows:
     """The bytes of a choice at the pressure points, of which only those that turn out to matter become rows."""
 
     def __init__(self, problem: Problem):
@@ -383,7 +383,7 @@ class _Memory:
         return worst
 
 
-class _Rows:
+class _SparseRows:
     """A sparse matrix that grows by the row."""
 
     def __init__(self):

@@ -13,8 +13,8 @@ from autoshard.solver.exact.elimination import NarrowWay, narrow_way
 from autoshard.solver.exact.elimination_order import MOST_ENTRIES, ORDERS
 from autoshard.solver.exact.labels import LabelSearch
 from autoshard.solver.incumbent import Incumbent
-from autoshard.solver.local_search.forest_moves import Moves, move_seconds
-from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.local_search.forest_moves import ForestState, move_seconds
+from autoshard.solver.run import NoChoice, ProblemPart, SolverRun
 from autoshard.solver.verify import verify
 
 
@@ -39,10 +39,10 @@ class Elimination:
     least_progress: float = 0.1  # of the gap: what each of these has to close for the next one to be worth its time
     relaxation: RelaxationSettings = RELAXATION
 
-    def applies(self, part: Part, run: Run) -> bool:
+    def applies(self, part: ProblemPart, run: SolverRun) -> bool:
         return not run.is_large(part.problem) and part.options <= self.most_options
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: ProblemPart, run: SolverRun) -> bool:
         incumbent, most = part.incumbent, float(self.most_entries)
         if run.clock.iterations is None:
             most = min(most, run.clock.left() / ORDERS.seconds_per_entry)
@@ -65,10 +65,10 @@ class Elimination:
             self._improve_with_labels(incumbent, found, run)
         return incumbent.is_solved or (incumbent.is_close and not run.clock.is_rejected)
 
-    def _improve_priced(self, incumbent: Incumbent, way: NarrowWay, run: Run) -> None:
+    def _improve_priced(self, incumbent: Incumbent, way: NarrowWay, run: SolverRun) -> None:
         """Offers the cheapest choices at prices of memory that rise until one fits, and fall again."""
         problem = incumbent.problem
-        moves = Moves(problem, np.random.default_rng(run.seed))
+        moves = ForestState(problem, np.random.default_rng(run.seed))
         prices = Prices(problem)
         with run.report.during("elimination"):
             for _ in range(self.priced_turns):
@@ -89,7 +89,7 @@ class Elimination:
         cells = len(problem.costs) * len(problem.pressure_points())
         return cells <= self.labelled_cells and way.order.seconds <= self.labelled_seconds
 
-    def _improve_with_labels(self, incumbent: Incumbent, way: NarrowWay, run: Run) -> None:
+    def _improve_with_labels(self, incumbent: Incumbent, way: NarrowWay, run: SolverRun) -> None:
         """Raises the bound by prices, and then closes the gap by more and more labels."""
         problem = incumbent.problem
         values = self._prices(incumbent, run)
@@ -108,7 +108,7 @@ class Elimination:
                 if incumbent.is_solved or incumbent.cost - incumbent.bound > (1 - self.least_progress) * gap:
                     return
 
-    def _prices(self, incumbent: Incumbent, run: Run) -> np.ndarray:
+    def _prices(self, incumbent: Incumbent, run: SolverRun) -> np.ndarray:
         """The best prices of memory found: cost per byte of each pressure point."""
         with run.clock.hurry(self.price_share, self.most_work):
             relaxation = Relaxation(incumbent.problem, self.relaxation)

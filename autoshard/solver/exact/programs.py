@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from autoshard.solver.exact.narrow_parts import Elimination
-from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.run import NoChoice, ProblemPart, SolverRun
 
 LARGE_ELIMINATION = Elimination(most_entries=1 << 30)  # of all tables together: what takes four seconds
 
@@ -23,10 +23,10 @@ class IntegerProgram:
 
     elimination: Elimination = LARGE_ELIMINATION
 
-    def applies(self, part: Part, run: Run) -> bool:
+    def applies(self, part: ProblemPart, run: SolverRun) -> bool:
         return True
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: ProblemPart, run: SolverRun) -> bool:
         incumbent = part.incumbent
         if incumbent.is_solved or (self.elimination.applies(part, run) and self.elimination.improve(part, run)):
             return True

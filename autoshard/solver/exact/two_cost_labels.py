@@ -66,7 +66,7 @@ def labelled(
     spend(own.seconds_per_step * len(decided))
     if order is None:
         return None
-    search = _Search(mixtures, depth_first(order), spend)
+    search = _TwoCostLabelSearch(mixtures, depth_first(order), spend)
     outcome = search.run(wanted)
     if outcome.choice is None:
         return outcome
@@ -74,7 +74,7 @@ def labelled(
     return replace(outcome, choice=tuple(0 if is_decided else next(chosen) for is_decided in decided))
 
 
-class _Search:
+class _TwoCostLabelSearch:
     """The tables of eliminations of several mixtures, of which the first two are of one cost alone."""
 
     def __init__(self, mixtures: Sequence[tuple[Problem, float]], order: Order, spend: Callable[[float], None]):

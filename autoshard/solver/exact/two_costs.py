@@ -28,8 +28,8 @@ from autoshard.solver.verify import ROUNDING, verify
 
 BUILD_SWEEPS = 10.0  # what it takes to build a relaxation
 LABELS_RELAXATION = replace(RELAXATION, rounds=150)  # labels see more than further rounds do
-NEAR = (4, 9)  # options of each node beside those of known choices, in turn: those with the lowest bounds
-REACHES = (0.01, 0.03, 0.1, math.inf)  # of the bound: how far above it the ceilings of labels are, in turn
+NEAR_OPTION_COUNTS = (4, 9)  # options of each node beside those of known choices, in turn: those with the lowest bounds
+CEILING_SHARES = (0.01, 0.03, 0.1, math.inf)  # of the bound: how far above it the ceilings of labels are, in turn
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class TwoCosts:
             return
         bound = max(float(own.min()) for own in least)
         yield None, min(bound, cost)
-        narrow, reaches, is_between = 0.0, list(REACHES), False
+        narrow, reaches, is_between = 0.0, list(CEILING_SHARES), False
         while reaches:
             reach = reaches.pop(0)
             ceiling = min(cost, bound + reach * abs(bound))
@@ -148,7 +148,7 @@ class TwoCosts:
             return
         bounds = (np.where(np.isfinite(costs), own, np.inf) for costs, own in zip(self.first.costs, least, strict=True))
         lowest = [np.argsort(own, kind="stable")[: np.isfinite(own).sum()] for own in bounds]
-        for count in NEAR:
+        for count in NEAR_OPTION_COUNTS:
             if budget.over:
                 return
             best, *others = known()

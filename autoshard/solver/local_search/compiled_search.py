@@ -14,7 +14,7 @@ from autoshard.solver.exact.programs import IntegerProgram
 from autoshard.solver.incumbent import SOLVED_GAP, Incumbent, most_sum
 from autoshard.solver.local_search.forest_moves import ForestMoves
 from autoshard.solver.local_search.settings import ROUNDS, RoundSettings
-from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.run import NoChoice, ProblemPart, SolverRun
 
 if TYPE_CHECKING:
     from autoshard.solver.local_search.large_search import RoundResult
@@ -32,16 +32,16 @@ class CompiledSearch:
     moves: ForestMoves = field(default_factory=ForestMoves)
     program: IntegerProgram = field(default_factory=IntegerProgram)
 
-    def applies(self, part: Part, run: Run) -> bool:
+    def applies(self, part: ProblemPart, run: SolverRun) -> bool:
         many = part.options > run.sizes.few_options or part.incumbent.always_tolerant
         return part.bounds_pay and (many or part.is_large)
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: ProblemPart, run: SolverRun) -> bool:
         with run.clock.hurry(part.share) if part.is_large else contextlib.nullcontext():
             self._improve(part, run)
         return True
 
-    def _improve(self, part: Part, run: Run) -> None:
+    def _improve(self, part: ProblemPart, run: SolverRun) -> None:
         incumbent, large = part.incumbent, run.load_compiled()
         if not run.clock.is_timed:  # by time go the largest problems, on which these moves are slow
             self.moves.improve_if_far(part, run)
@@ -65,7 +65,7 @@ class CompiledSearch:
             finally:  # time that is up and Ctrl-C come in the midst of a round
                 _learn(incumbent, search.found(None))
 
-    def _solve_with_few(self, part: Part, least: np.ndarray, run: Run) -> None:
+    def _solve_with_few(self, part: ProblemPart, least: np.ndarray, run: SolverRun) -> None:
         """Solves the part with the options that a better choice can have, if these are few.
 
         Args:

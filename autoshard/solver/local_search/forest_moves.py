@@ -17,7 +17,7 @@ import numpy as np
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.local_search.settings import MOVES
 from autoshard.solver.problem import Problem
-from autoshard.solver.run import Part, Run
+from autoshard.solver.run import ProblemPart, SolverRun
 from autoshard.solver.verify import ROUNDING, verify
 
 
@@ -31,10 +31,10 @@ class ForestMoves:
     polishing_moves: int = 2  # that are tried on choices that come from elsewhere
     far_gap: float = 0.2  # of the bound: from which on moves start from several choices, where options are many
 
-    def applies(self, part: Part, run: Run) -> bool:
+    def applies(self, part: ProblemPart, run: SolverRun) -> bool:
         return True
 
-    def improve(self, part: Part, run: Run, start: Sequence[int] | None = None) -> bool:
+    def improve(self, part: ProblemPart, run: SolverRun, start: Sequence[int] | None = None) -> bool:
         """Offers choices; `start` is as in `choices`."""
         incumbent = part.incumbent
         with run.report.during("moves"):
@@ -47,7 +47,7 @@ class ForestMoves:
                 run.clock.spend(seconds)
         return False
 
-    def improve_if_far(self, part: Part, run: Run) -> None:
+    def improve_if_far(self, part: ProblemPart, run: SolverRun) -> None:
         """Moves from what is known of the whole, and then from the best choice, if that is far from the bound.
 
         The cheapest options of all nodes, where moves start otherwise, do not suit each other: they may pay for nearly
@@ -69,7 +69,7 @@ class ForestMoves:
         Args:
             start: where moves start, which need not be allowed; None: at the cheapest option of every node.
         """
-        moves = Moves(problem, np.random.default_rng(seed))
+        moves = ForestState(problem, np.random.default_rng(seed))
         if start is not None:
             moves.choice = np.array(start)
         best, least, idle = None, np.inf, 0
@@ -86,7 +86,9 @@ class ForestMoves:
             if idle >= (self.attempts if best is None else self.patience):
                 return
 
-    def polish(self, incumbent: Incumbent, moves: Moves, choice: Sequence[int], prices: np.ndarray, run: Run) -> None:
+    def polish(
+        self, incumbent: Incumbent, moves: ForestState, choice: Sequence[int], prices: np.ndarray, run: SolverRun
+    ) -> None:
         """Offers what a few moves make of a choice, again as long as that is better than all before."""
         cost = math.inf
         while incumbent.cost < cost:
@@ -105,7 +107,7 @@ def move_seconds(problem: Problem) -> float:
     return graph + MOVES.seconds_per_life * lives
 
 
-class Moves:
+class ForestState:
     """A choice under improvement. What is forbidden is finite here, but dearer than anything allowed."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.solver.local_search.forest_moves import Moves
+from autoshard.solver.local_search.forest_moves import ForestState
 from autoshard.solver.problem import Problem
 from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 
@@ -48,7 +48,9 @@ def leaner_choice(problem: Problem, choice: Sequence[int], seed: int) -> tuple[i
     costs = [costs + worth * own + stay for costs, own in zip(problem.costs, held, strict=True)]
     for own, option in zip(costs, choice, strict=True):
         own[option] -= stay
-    moves = Moves(replace(problem, costs=tuple(costs), lives=(), limit=None, checked=True), np.random.default_rng(seed))
+    moves = ForestState(
+        replace(problem, costs=tuple(costs), lives=(), limit=None, checked=True), np.random.default_rng(seed)
+    )
     moves.choice = np.array(choice)
     idle = 0
     for _ in range(max(LEAN.least_moves, LEAN.visits // len(costs))):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.solver.local_search.forest_moves import Moves, move_seconds
+from autoshard.solver.local_search.forest_moves import ForestState, move_seconds
 from autoshard.solver.problem import Problem
 from autoshard.solver.verify import ROUNDING
 
@@ -36,7 +36,7 @@ class NearestAllowed:
         self._spend, self._seconds = spend, SETTINGS.move_share * move_seconds(problem)
         self._changed = [np.where(np.isfinite(costs), 1.0, np.inf) for costs in problem.costs]
         edges = tuple(replace(edge, costs=np.where(np.isfinite(edge.costs), 0.0, np.inf)) for edge in problem.edges)
-        self._moves = Moves(replace(problem, costs=tuple(self._changed), edges=edges, checked=True), rng)
+        self._moves = ForestState(replace(problem, costs=tuple(self._changed), edges=edges, checked=True), rng)
 
     def find(self, choice: Sequence[int]) -> list[int] | None:
         """An allowed choice that fits, and keeps most options; None if none was found."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.solver.local_search.forest_moves import Moves
+from autoshard.solver.local_search.forest_moves import ForestState
 from autoshard.solver.problem import Problem
 from autoshard.solver.searches.nearest_allowed import NearestAllowed
 from autoshard.solver.searches.search_run import SearchRun
@@ -24,10 +24,10 @@ SECONDS_PER_NEIGHBOUR = 6e-7  # for each of its neighbours
 SECONDS_PER_CHANGE = 8e-6  # of bytes that are held
 PAIR_SHARE = 0.35  # of a look: a look at one option only
 PROSPECT_TIMES = 2.5  # as much as a look: one at what neighbours may take
-ENOUGH = 1e-9  # relative: changes of cost and of bytes smaller than this are rounding
+CHANGE_ROUNDING = 1e-9  # relative: changes of cost and of bytes smaller than this are rounding
 
 
-class Position(Moves):
+class Position(ForestState):
     """A choice with its cost and its bytes over the limit, both kept up to date.
 
     Attributes:
@@ -132,7 +132,7 @@ class Position(Moves):
             self.excess += self.excess_change(node, option)
             for start, end, usage in self.lives[node]:
                 self.bytes[start:end] += float(usage[option]) - float(usage[self.choice[node]])
-            if self.excess < ENOUGH * self.room:
+            if self.excess < CHANGE_ROUNDING * self.room:
                 self.excess = float(np.maximum(self.bytes - self.room, 0.0).sum())
         self.choice[node] = option
         self.cost += added
@@ -166,7 +166,7 @@ class Position(Moves):
                 if option != self.choice[node] and self.excess_change(node, option) < 0:
                     costs = self.option_costs(node)
                     self.change(node, option, float(costs[option] - costs[self.choice[node]]))
-            if self.excess >= before * (1 - ENOUGH):
+            if self.excess >= before * (1 - CHANGE_ROUNDING):
                 return
 
     def _reliefs(self, point: int) -> list[tuple[float, int, int]]:
@@ -195,7 +195,7 @@ class Position(Moves):
             is_waiting.discard(node)
             costs = self.option_costs(node)
             now = self.choice[node]
-            better = np.flatnonzero(costs < costs[now] - ENOUGH * abs(costs[now]))
+            better = np.flatnonzero(costs < costs[now] - CHANGE_ROUNDING * abs(costs[now]))
             for option in better[np.argsort(costs[better], kind="stable")].tolist():
                 if self.excess_change(node, option) <= 0:
                     self.change(node, option, float(costs[option] - costs[now]))

@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.solver.arrays import memory_of
 from autoshard.solver.least_memory import leanest
 from autoshard.solver.problem import Problem
-from autoshard.solver.run import NoChoice, Part, Run
+from autoshard.solver.run import NoChoice, ProblemPart, SolverRun
 from autoshard.solver.runtime.clock import TimeUp
 from autoshard.solver.verify import fits
 
@@ -52,7 +52,7 @@ class SearchRun:
         run: the whole run of `solve`, for searches that use parts of the solver.
     """
 
-    def __init__(self, part: Part, run: Run):
+    def __init__(self, part: ProblemPart, run: SolverRun):
         problem = part.problem
         self.part, self.run, self.seed = part, run, run.seed
         self.rng = np.random.default_rng(run.seed)
@@ -146,10 +146,10 @@ class PartSearch:
     search: Search
     name: str
 
-    def applies(self, part: Part, run: Run) -> bool:
+    def applies(self, part: ProblemPart, run: SolverRun) -> bool:
         return True
 
-    def improve(self, part: Part, run: Run) -> bool:
+    def improve(self, part: ProblemPart, run: SolverRun) -> bool:
         """Searches a part for its share of the time.
 
         Raises:
@@ -170,7 +170,7 @@ class PartSearch:
         return True
 
 
-def _offer_leanest(part: Part, run: Run) -> None:
+def _offer_leanest(part: ProblemPart, run: SolverRun) -> None:
     """Offers the choice that holds the least, for a part of which a search found nothing that fits.
 
     Raises:

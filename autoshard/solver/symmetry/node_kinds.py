@@ -52,8 +52,8 @@ class NodeKinds:
             for node, side, other in rows.tolist():
                 beside[node].append((side, other))
         kinds: dict[object, int] = {}  # mixed numbers may be equal by chance; what matters here is not left to it
-        told = zip(by_self, before.tolist(), beside, strict=True)
-        kind = [kinds.setdefault((one, own, *sorted(around)), len(kinds)) for one, own, around in told]
+        described = zip(by_self, before.tolist(), beside, strict=True)
+        kind = [kinds.setdefault((one, own, *sorted(around)), len(kinds)) for one, own, around in described]
         return np.array(kind, dtype=np.int64), before
 
     def _number(self, array: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autoshard.solver.bounds.message_passing import Relaxation, finite
 from autoshard.solver.incumbent import Incumbent, least_sum
 from autoshard.solver.local_search.reduce_memory import leaner_choice
-from autoshard.solver.run import NoChoice, Run, count_options
+from autoshard.solver.run import NoChoice, SolverRun, count_options
 from autoshard.solver.symmetry.kind_problem import KindProblem, kind_problem
 from autoshard.solver.symmetry.lifted_problem import lifted_problem
 from autoshard.solver.symmetry.node_kinds import NodeKinds
@@ -37,7 +37,7 @@ class RepeatedNodes:
     stalled: float = 0.2
     stalled_lifted: float = 0.02
 
-    def improve(self, incumbent: Incumbent, run: Run) -> bool:
+    def improve(self, incumbent: Incumbent, run: SolverRun) -> bool:
         """Offers choices and proves bounds; whether the two are as close as the goal has it."""
         problem = incumbent.problem
         if count_options(problem) <= self.least_options:
@@ -63,7 +63,7 @@ class RepeatedNodes:
             self._prove(incumbent, node_kinds, small if limit is not None else None, run)
         return incumbent.gap <= run.goal.repeated_gap
 
-    def _solve_kinds(self, incumbent: Incumbent, small: KindProblem, limit: float | None, run: Run) -> Incumbent:
+    def _solve_kinds(self, incumbent: Incumbent, small: KindProblem, limit: float | None, run: SolverRun) -> Incumbent:
         """Solves the problem of the kinds within this limit, and offers its choice to the whole."""
         kinds = Incumbent(replace(small.problem, limit=limit, checked=True))
         kinds.prove(least_sum(kinds.problem))
@@ -79,7 +79,7 @@ class RepeatedNodes:
             kinds.disconnect()
         return kinds
 
-    def _prove(self, incumbent: Incumbent, node_kinds: NodeKinds, priced: KindProblem | None, run: Run) -> None:
+    def _prove(self, incumbent: Incumbent, node_kinds: NodeKinds, priced: KindProblem | None, run: SolverRun) -> None:
         """Raises the bound of the whole, and offers choices in which nodes alike differ.
 
         Args:
@@ -100,7 +100,7 @@ class RepeatedNodes:
             relaxation.prices.set(small.prices.values)
         self._raise_bound(incumbent, relaxation, run, choose=True)
 
-    def _raise_bound(self, incumbent: Incumbent, relaxation: Relaxation, run: Run, *, choose: bool) -> None:
+    def _raise_bound(self, incumbent: Incumbent, relaxation: Relaxation, run: SolverRun, *, choose: bool) -> None:
         """Sweeps as long as that pays.
 
         Args:

@@ -15,13 +15,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from autoshard.errors import StageError
 from autoshard.jaxprs import Var
 from autoshard.program.user_code import source_of
-from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
-from autoshard.stages.roles import Roles, bytes_of
-from autoshard.stages.stacks import Origin
+from autoshard.stages.placement.flow import SINK, SOURCE, UNCUTTABLE, source_side
+from autoshard.stages.roles import PipelineRoles, bytes_of
+from autoshard.stages.stacks import EquationOrigin
 
 
 def stages_of(
-    roles: Roles, origins: Sequence[Origin], boundaries: Sequence[Origin], pinned: Mapping[int, int] | None = None
+    roles: PipelineRoles,
+    origins: Sequence[EquationOrigin],
+    boundaries: Sequence[EquationOrigin],
+    pinned: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
     """Loop equation -> its stage, of those that belong to one: all but free ones and those that only add sums.
 
@@ -59,11 +62,11 @@ def stages_of(
     return found | dict.fromkeys(undecided, len(boundaries))
 
 
-def _comes_before(boundary: Origin, origin: Origin) -> bool:
+def _comes_before(boundary: EquationOrigin, origin: EquationOrigin) -> bool:
     return (boundary.equation, boundary.trip) <= (origin.equation, origin.trip)
 
 
-def homes_of(roles: Roles, stages: Mapping[int, int]) -> dict[Var, int]:
+def homes_of(roles: PipelineRoles, stages: Mapping[int, int]) -> dict[Var, int]:
     """Parameter -> the one stage whose forward equations read it; those that several stages read have none."""
     readers: dict[Var, set[int]] = {}
     for i, stage in stages.items():
@@ -74,14 +77,14 @@ def homes_of(roles: Roles, stages: Mapping[int, int]) -> dict[Var, int]:
 
 
 def _edges(
-    roles: Roles, found: Mapping[int, int], fixed: Mapping[int, int], undecided: set[int], boundary: int
+    roles: PipelineRoles, found: Mapping[int, int], fixed: Mapping[int, int], undecided: set[int], boundary: int
 ) -> dict[tuple[Hashable, Hashable], float]:
     """The graph whose cut says which undecided equations stay after a boundary, with the source."""
     edges: dict[tuple[Hashable, Hashable], float] = {}
     readers: dict[Var, list[int]] = {}
     for i in undecided:
         if i in fixed:
-            edges[(SOURCE, i) if fixed[i] >= boundary else (i, SINK)] = NEVER
+            edges[(SOURCE, i) if fixed[i] >= boundary else (i, SINK)] = UNCUTTABLE
         for var in roles.made_in_loop(i):
             readers.setdefault(var, []).append(i)
     for var, several in readers.items():
@@ -91,19 +94,19 @@ def _edges(
         if maker in undecided:
             edges[maker, var] = size
             for i in several:
-                edges[var, i] = edges[i, maker] = NEVER
+                edges[var, i] = edges[i, maker] = UNCUTTABLE
         elif maker not in roles.backward and found[maker] < boundary:
             others = (found.get(i, -1) for i in roles.readers[var] if i not in roles.backward)
             if not any(stage >= boundary for stage in others):
                 edges[var, SINK] = size
-                edges |= {(i, var): NEVER for i in several}
+                edges |= {(i, var): UNCUTTABLE for i in several}
         elif maker not in roles.backward:
             edges[SOURCE, var] = size
-            edges |= {(var, i): NEVER for i in several}
+            edges |= {(var, i): UNCUTTABLE for i in several}
     return edges
 
 
-def _impossible(roles: Roles, fixed: Mapping[int, int], undecided: set[int], boundary: int) -> StageError:
+def _impossible(roles: PipelineRoles, fixed: Mapping[int, int], undecided: set[int], boundary: int) -> StageError:
     """Which backward equations stand in each other's way."""
     early = [i for i in sorted(undecided) if fixed.get(i, boundary) < boundary]
     late = [i for i in sorted(undecided) if fixed.get(i, -1) >= boundary and early and i > early[0]]

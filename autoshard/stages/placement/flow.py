@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 SOURCE, SINK = "source", "sink"
-NEVER = float("inf")  # the capacity of an edge that no cut may go through
+UNCUTTABLE = float("inf")  # the capacity of an edge that no cut may go through
 
 _LARGEST_SUM = 2**20  # the sum of finite capacities in the units that SciPy counts in: its capacities have 32 bits
 
@@ -31,10 +31,10 @@ def source_side(edges: Mapping[tuple[Hashable, Hashable], float], *, is_largest:
 
     names = list(dict.fromkeys(name for edge in edges for name in edge) | {SOURCE: None, SINK: None})
     number = {name: i for i, name in enumerate(names)}
-    finite = sum(capacity for capacity in edges.values() if capacity < NEVER)
+    finite = sum(capacity for capacity in edges.values() if capacity < UNCUTTABLE)
     unit = max(finite / _LARGEST_SUM, 1e-12)
     never = _LARGEST_SUM + 2 * len(edges) + 1
-    capacities = [never if one == NEVER else int(np.ceil(one / unit)) for one in edges.values()]
+    capacities = [never if one == UNCUTTABLE else int(np.ceil(one / unit)) for one in edges.values()]
     ends = np.array([(number[a], number[b]) for a, b in edges], int).reshape(-1, 2)
     shape = len(names), len(names)
     graph = coo_array((np.array(capacities, np.int32), (ends[:, 0], ends[:, 1])), shape=shape).tocsr()

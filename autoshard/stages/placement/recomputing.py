@@ -18,13 +18,13 @@ from typing import Any, Protocol
 from autoshard.errors import MicrobatchError, PlanError
 from autoshard.jaxprs import REMAT, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Var, inner_jaxprs, with_live_equations
 from autoshard.mesh.topology import Topology
-from autoshard.remat.alike import is_alike
 from autoshard.remat.costs import Seconds, seconds_again
 from autoshard.remat.cuts import Cut, ForwardPass, at_price, chain
 from autoshard.remat.recomputation import slopes
+from autoshard.remat.same_structure import is_alike
 from autoshard.remat.scope import Block, Scope
 from autoshard.stages.programs import BlockCut, RecomputedBlocks
-from autoshard.stages.stacks import Origin, Slice, TakenApart
+from autoshard.stages.stacks import EquationOrigin, Slice, TakenApart
 
 # Values of a block of which all choices are made: that takes as many minimum cuts as the square of them. A layer of
 # a Llama has 100. Of larger blocks, as of layers that are not told apart, the one that is best at a price is found.
@@ -185,7 +185,7 @@ class ApartStep:
 
     whole: TakenApart
     part: ClosedJaxpr
-    boundaries: Sequence[Origin]
+    boundaries: Sequence[EquationOrigin]
     topology: Topology  # by which running again is priced
 
     @cached_property
@@ -197,16 +197,16 @@ class ApartStep:
         """All that its equations make."""
         return _made(self.whole.closed)
 
-    def scope_of(self, closed: ClosedJaxpr, **said: Any) -> Scope:
+    def scope_of(self, closed: ClosedJaxpr, **keywords: Any) -> Scope:
         """One of both traces. Trips of arguments are there for the backward pass, as arguments are."""
         pieces = frozenset(i for i, var in enumerate(self.made) if var in self.whole.slices)
         made = _made(closed)
         if len(made) != len(self.made):
             raise _refusal()
-        return Scope(_watching(closed, made), self.seconds, watched=len(made), there=pieces, **said)
+        return Scope(_watching(closed, made), self.seconds, watched=len(made), there=pieces, **keywords)
 
     @cached_property
-    def origins(self) -> Mapping[Var, Origin]:
+    def origins(self) -> Mapping[Var, EquationOrigin]:
         """Variable -> where it comes from."""
         pairs = zip(self.whole.closed.jaxpr.eqns, self.whole.origins, strict=True)
         return {var: origin for eqn, origin in pairs for var in eqn.outvars}
@@ -223,7 +223,7 @@ class ApartStep:
                 stage = at
         return self.scope_of(self.whole.closed, apart=frozenset(starts)) if starts else plain
 
-    def stage_of(self, eqn: JaxprEqn, origins: Mapping[Var, Origin]) -> int | None:
+    def stage_of(self, eqn: JaxprEqn, origins: Mapping[Var, EquationOrigin]) -> int | None:
         """By its place in the line of the forward pass."""
         known = [origins[var] for var in eqn.outvars if var in origins]
         if not known:
@@ -231,7 +231,7 @@ class ApartStep:
         first = min(map(_place, known))
         return sum(_place(boundary) <= first for boundary in self.boundaries)
 
-    def blocks(self, scope: Scope, origins: Mapping[Var, Origin]) -> list[StageBlock]:
+    def blocks(self, scope: Scope, origins: Mapping[Var, EquationOrigin]) -> list[StageBlock]:
         """All blocks, with their stages."""
         place = {id(eqn): i for i, eqn in enumerate(scope.body.equations)}
         stages, stage = list[int](), 0
@@ -280,7 +280,7 @@ class ApartStep:
         now: dict[Any, Any] = dict(zip(before.invars, closed.jaxpr.invars, strict=True))
         now |= {self.made[i]: atom for i, atom in watched.items()}
         closed = with_live_equations(closed)
-        known: dict[Var, Origin] = {}
+        known: dict[Var, EquationOrigin] = {}
         for var in self.made:
             if isinstance(now.get(var), Var):
                 known.setdefault(now[var], self.origins[var])
@@ -288,7 +288,7 @@ class ApartStep:
         for eqn in closed.jaxpr.eqns:
             found = [known[var] for var in eqn.outvars if var in known]
             behind = [known[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in known]
-            origin = min(found, key=_place) if found else max(behind, key=_place, default=Origin(0))
+            origin = min(found, key=_place) if found else max(behind, key=_place, default=EquationOrigin(0))
             origins.append(origin)
             for var in eqn.outvars:
                 known.setdefault(var, origin)
@@ -306,7 +306,7 @@ class ApartStep:
         return TakenApart(closed, tuple(origins), slices, joined)
 
 
-def _place(origin: Origin) -> tuple[int, int]:
+def _place(origin: EquationOrigin) -> tuple[int, int]:
     return origin.equation, origin.trip
 
 
@@ -314,9 +314,9 @@ def _made(closed: ClosedJaxpr) -> list[Var]:
     return [var for eqn in closed.jaxpr.eqns for var in eqn.outvars if not isinstance(var, DropVar)]
 
 
-def _origins_in(scope: Scope, made: Sequence[Var], origins: Mapping[Var, Origin]) -> dict[Var, Origin]:
+def _origins_in(scope: Scope, made: Sequence[Var], origins: Mapping[Var, EquationOrigin]) -> dict[Var, EquationOrigin]:
     """Variable of the scope's body -> where it comes from: where it is made first, if it is made several times."""
-    found: dict[Var, Origin] = {}
+    found: dict[Var, EquationOrigin] = {}
     for var, atom in zip(made, scope.watched_atoms, strict=True):
         if isinstance(atom, Var):
             found.setdefault(atom, origins[var])
@@ -332,8 +332,8 @@ def _blocks_of_both(own: Sequence[StageBlock], other: Scope) -> list[tuple[Stage
     return [(one, found.block) for one, found in pairs] if all(a.look == b.look for a, b in pairs) else None
 
 
-def _cut(forward: ForwardPass, said: BlockCut) -> Cut:
-    kept, again = frozenset(said.kept), frozenset(said.again)
+def _cut(forward: ForwardPass, saved: BlockCut) -> Cut:
+    kept, again = frozenset(saved.kept), frozenset(saved.again)
     seconds = math.fsum(forward.seconds[e] for e in again)
     return Cut(kept, again, math.fsum(forward.bytes[v] for v in kept), seconds)
 

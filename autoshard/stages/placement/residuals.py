@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from autoshard.jaxprs import Var
-from autoshard.stages.placement.flow import NEVER, SINK, SOURCE, source_side
+from autoshard.stages.placement.flow import SINK, SOURCE, UNCUTTABLE, source_side
 
 
 def kept_values(
@@ -31,7 +31,7 @@ def kept_values(
     """
     edges: dict[tuple[Hashable, Hashable], float] = {}
     todo, seen = list(wanted), set[Var]()
-    edges |= {((var, "made"), SINK): NEVER for var in todo}
+    edges |= {((var, "made"), SINK): UNCUTTABLE for var in todo}
     while todo:
         var = todo.pop()
         if var in seen:
@@ -40,10 +40,10 @@ def kept_values(
         edges[(var, "making"), (var, "made")] = size(var)
         maker = makers.get(var)
         if maker is None or maker not in cheap:
-            edges[SOURCE, (var, "making")] = NEVER
+            edges[SOURCE, (var, "making")] = UNCUTTABLE
             continue
         operands = inputs(maker)
-        edges |= {((operand, "made"), (var, "making")): NEVER for operand in operands}
+        edges |= {((operand, "made"), (var, "making")): UNCUTTABLE for operand in operands}
         todo += operands
     if not seen:
         return set()

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard.cache import find, keep, key_of
+from autoshard.cache import key_of, load_plan, store_plan
 from autoshard.options import Options
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, plan_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
@@ -23,7 +23,7 @@ class PlanSource:
 
     options: Options
     jit_keywords: Mapping[str, Any]
-    group: Group | None  # the processes that share the mesh; None if one has all of it
+    group: ProcessGroup | None  # the processes that share the mesh; None if one has all of it
     given: Plan | None = None  # by the user
 
     def plan(
@@ -40,7 +40,7 @@ class PlanSource:
             return bound(self.given) if self.given is not None else self._kept(program, asked, make, bound), None
         claims = Claims.of(program, rules_for(program), self.options, self.jit_keywords, self.given)
         key = hashlib.sha256(f"{claims.key} {asked}".encode()).hexdigest()
-        claims = replace(claims, key=key, said={**claims.said, "pipeline": asked})
+        claims = replace(claims, key=key, compared={**claims.compared, "pipeline": asked})
         if self.given is not None:
             return bound(self.given), claims
         made = plan_of_all(
@@ -56,11 +56,11 @@ class PlanSource:
         folder = self.options.cache
         if folder is None:
             return make()
-        said = f"{key_of(program, rules_for(program), self.options)} {asked}"
-        key = hashlib.sha256(said.encode()).hexdigest()
-        found = find(Path(folder), key, program, self.options)
+        text = f"{key_of(program, rules_for(program), self.options)} {asked}"
+        key = hashlib.sha256(text.encode()).hexdigest()
+        found = load_plan(Path(folder), key, program, self.options)
         if found is not None:
             return bound(found)
         made = make()
-        keep(Path(folder), key, made)
+        store_plan(Path(folder), key, made)
         return made

@@ -22,14 +22,14 @@ from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.replanning.explaining import OTHER_LAYOUTS, ArgumentQuestion
-from autoshard.replanning.planner import Planner, text_of_wish
+from autoshard.replanning.planner import Replanner, text_of_wish
 from autoshard.report.explanation import Explanation, PricedLayout
 from autoshard.report.units import bytes_text
 from autoshard.solver.verify import OPTIMAL_GAP
 from autoshard.specs import patterns_of
 from autoshard.stages.planning import StagePlanner
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.traced import PLANNING_ORDER, StageLayouts, in_planning_order
+from autoshard.stages.stage_layouts import PLANNING_ORDER, StageLayouts, in_planning_order
 from autoshard.user_plan import Plan, Wish
 
 _NAMED_READERS = 4  # of a stack of layers, and as many of its rows
@@ -66,9 +66,9 @@ class StagesPlanner:
         made = self.under(options)
         return replace(made, wish=Wish(text_of_wish(wish), plan.predicted))
 
-    def _asker(self, options: Options) -> Planner:
+    def _asker(self, options: Options) -> Replanner:
         """Who knows the arguments of the whole step."""
-        return Planner(self.program, options, self.jit_keywords, {}, patterns_of(self.program, options.fixed))
+        return Replanner(self.program, options, self.jit_keywords, {}, patterns_of(self.program, options.fixed))
 
     # Explanations.
 
@@ -126,7 +126,7 @@ class StagesPlanner:
         others = tuple(sorted(priced, key=lambda one: (not one.fits, one.step_seconds)))
         reasons = [
             self._keepers(keys, readers),
-            *asker.said_of(argument, placed.name),
+            *asker.reasons_of_user(argument, placed.name),
             *self._of_question(question, first),
             *(f"{spec_text(layout)}: a program of its stage does not fit." for layout in refused),
             *_ties(others, plan.predicted.step_seconds),

@@ -25,7 +25,7 @@ from autoshard.pipeline import Schedule, simulate
 from autoshard.pipeline.orders import Task
 from autoshard.processes.group import PATIENCE
 from autoshard.stages.programs import StageProgram
-from autoshard.stages.running.run import Run, State, words
+from autoshard.stages.running.run import State, ThreadedRun, words
 from autoshard.stages.running.transfers import moved, spans_processes, zeros
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def order_of(schedule: Schedule) -> tuple[Task, ...]:
     return tuple(sorted(start, key=lambda task: (start[task], schedule.placement[task.virtual_stage], task)))
 
 
-class OrderedRun(Run):
+class OrderedRun(ThreadedRun):
     """One run of a step in one order of all tasks."""
 
     def __init__(self, runtime: PipelineRuntime, arguments: Sequence[Any], donated: frozenset[int]):
@@ -146,15 +146,15 @@ class OrderedRun(Run):
         """
         self.at = "the end of the step"
         key = f"stages/{self.group.round}/{self.runtime.next_run()}"
-        said = _WELL
+        outcome = _WELL
         if self.failure is not None:
             self.group.post(f"{key}/{jax.process_index()}", str(self.error()))
-            said = _FAILED
+            outcome = _FAILED
         elif any(is_deleted(self.arguments[i]) for i in self.donated):
-            said = _DONATED
-        flags = _gathered(self.runtime.line, said)
-        told = zip(self.runtime.line.devices, flags, strict=True)
-        failed = sorted({device.process_index for device, flag in told if flag == _FAILED})
+            outcome = _DONATED
+        flags = _gathered(self.runtime.line, outcome)
+        flagged = zip(self.runtime.line.devices, flags, strict=True)
+        failed = sorted({device.process_index for device, flag in flagged if flag == _FAILED})
         if not failed:
             return
         text = self.group.peek(f"{key}/{failed[0]}") or "a stage failed"

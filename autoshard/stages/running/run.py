@@ -37,7 +37,7 @@ class PeerFailure(Exception):
     """Another thread failed."""
 
 
-class Run:
+class ThreadedRun:
     """One run of a step, by threads of one process."""
 
     def __init__(self, runtime: PipelineRuntime, arguments: Sequence[Any], donated: frozenset[int]):

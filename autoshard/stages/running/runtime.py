@@ -24,11 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard.pipeline.orders import Schedule, Task
 from autoshard.planning import lowered
-from autoshard.processes import Group
+from autoshard.processes import ProcessGroup
 from autoshard.stages.planning import compiled
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.running.ordered_run import OrderedRun
-from autoshard.stages.running.run import Run
+from autoshard.stages.running.run import ThreadedRun
 from autoshard.stages.running.transfers import line_of, moved, placed
 from autoshard.stages.running.transfers import part_of as part_between_processes
 from autoshard.stages.running.views import part_of
@@ -77,7 +77,7 @@ class PipelineRuntime:
         plans: Sequence[Plan],
         schedule: Schedule,
         meshes: Sequence[Mesh],
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         """
         Args:
@@ -180,7 +180,7 @@ class PipelineRuntime:
         Raises:
             StageError: a stage failed.
         """
-        kind = Run if self.group is None else OrderedRun
+        kind = ThreadedRun if self.group is None else OrderedRun
         return kind(self, arguments, donated).results()
 
     def placed(self, arguments: Sequence[Any]) -> dict[tuple[Key, int], Any]:

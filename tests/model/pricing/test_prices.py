@@ -16,7 +16,7 @@ from autoshard.mesh.links import Link
 from autoshard.mesh.topology import Topology
 from autoshard.model.grouping import groups_of
 from autoshard.model.pricing import prices as module
-from autoshard.model.pricing.prices import Prices
+from autoshard.model.pricing.prices import PriceList
 from autoshard.model.pricing.roofline import GroupWork
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.model.xla.backends import CPU, H100, V5E
@@ -37,8 +37,8 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 LAUNCH, HALF = 1e-6, 1.2  # s; how much dearer than half an all_reduce
 
 
-def prices(mesh=LINE, **options) -> Prices:
-    return Prices(mesh, TOPOLOGY, **options)
+def prices(mesh=LINE, **options) -> PriceList:
+    return PriceList(mesh, TOPOLOGY, **options)
 
 
 def adam(m, g, w):
@@ -129,7 +129,7 @@ def test_what_is_fused_costs_its_readers(case):
     program = traced(fn, *args)
     gpu = adjusted(H100, "operations", least_seconds=0.0)
     groups = groups_of(program, rules_for(program), gpu)
-    asked = Prices(LINE, replace(TOPOLOGY, flops={"float32": 1e18}), backend=gpu, instead=read_through(groups))
+    asked = PriceList(LINE, replace(TOPOLOGY, flops={"float32": 1e18}), backend=gpu, instead=read_through(groups))
     assert sum(asked.group(group).seconds[0].compute for group in groups) * 1e9 == pytest.approx(nanoseconds)
 
 
@@ -139,7 +139,7 @@ def test_images_are_padded_along_batch_and_features():
         lambda x, k: jax.nn.relu(jax.lax.conv_general_dilated(x + 1, k, (1, 1), "SAME", dimension_numbers=NHWC)),
         f32(8, 128, 128, 3), f32(3, 3, 3, 64),
     )  # fmt: skip
-    asked = Prices(LINE, TOPOLOGY, backend=V5E, images=image_dims(program))
+    asked = PriceList(LINE, TOPOLOGY, backend=V5E, images=image_dims(program))
     whole = ((),) * 4
     assert asked.arrays.local_bytes(program.results[0], whole) == 4 * 128 * 128 * 8 * 128
     assert asked.arrays.sizes(program.results[0], [whole]) == 4 * 128 * 128 * 8 * 128
@@ -235,7 +235,7 @@ def test_what_fills_part_of_a_combined_collective_pays_that_part_of_the_latency(
 
 def test_an_all_reduce_instead_of_a_gather_adds_to_zeros():
     """64 devices each put their 16 bytes into an array of 1024."""
-    asked = Prices({"x": 64}, round_topology("x"), backend=V5E)
+    asked = PriceList({"x": 64}, round_topology("x"), backend=V5E)
     zeros, ring = LAUNCH + 1024 / TOPOLOGY.memory_bandwidth, 63 * 1e-3 + 63 / 64 * 1024 / 1e6
     assert asked.resharding(value(64, 4), X, NONE) == pytest.approx(zeros + LAUNCH + 2 * ring)
     np.testing.assert_allclose(asked.table(value(64, 4), [X], [NONE]), [[zeros + LAUNCH + 2 * ring]])
@@ -337,7 +337,7 @@ def test_windows_lie_by_themselves(case):
 
 def test_pieces_gathered_in_several_dims_are_put_in_order():
     """All 64 devices are asked at once either way; a matrix of 64 MiB is then read and written twice."""
-    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=V5E)
+    asked = PriceList({"x": 8, "y": 8}, round_topology("x", "y"), backend=V5E)
     matrix = value(4096, 4096)
     rows, both = (asked.resharding(matrix, source, NONE) for source in ((("x", "y"), ()), (("x",), ("y",))))
     assert both == pytest.approx(rows + 2 * 2 * 2**26 / TOPOLOGY.memory_bandwidth, rel=1e-9)
@@ -363,9 +363,9 @@ def test_pieces_gathered_in_several_dims_are_put_in_order():
     ((8, 512, 16, 64), ((), (), ("y",), ()), ((), (), (), ()), False),  # neither rows nor columns
 ])  # fmt: skip
 def test_pieces_that_come_in_order_are_not_copied(shape, source, target, copied):
-    asked = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=V5E)
+    asked = PriceList({"x": 8, "y": 8}, round_topology("x", "y"), backend=V5E)
     array = value(*shape)
-    plain = Prices({"x": 8, "y": 8}, round_topology("x", "y"), backend=adjusted(V5E, "recopies", pieces=0))
+    plain = PriceList({"x": 8, "y": 8}, round_topology("x", "y"), backend=adjusted(V5E, "recopies", pieces=0))
     found = asked.resharding(array, source, target)
     more = found - plain.resharding(array, source, target)
     assert more == pytest.approx(copied * 2 * 2 * 4 * math.prod(shape) / TOPOLOGY.memory_bandwidth, rel=1e-9, abs=1e-15)
@@ -383,7 +383,7 @@ def test_columns_that_cut_tiles_are_put_in_order(shape, copied):
     """They could be rows; where that is not done they are read and written twice."""
     whole, split = ((),) * len(shape), (*((),) * (len(shape) - 1), ("y",))
     backends = V5E, adjusted(V5E, "recopies", keeps_columns=True)
-    asked = [Prices({"y": 8}, round_topology("y"), backend=backend) for backend in backends]
+    asked = [PriceList({"y": 8}, round_topology("y"), backend=backend) for backend in backends]
     seconds = [one.table(value(*shape), [split], [whole]).item() for one in asked]
     assert seconds == pytest.approx([one.resharding(value(*shape), split, whole) for one in asked])
     more = seconds[1] - seconds[0]
@@ -406,7 +406,7 @@ def test_what_a_recomputation_slices_is_copied(behind_barrier):
     layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None), prevent_cse=behind_barrier)
     gradient = jax.grad(lambda w, x: jnp.sum(lax.scan(layer, x, w)[0]))
     program = traced(gradient, f32(3, 128, 128), f32(8, 128))
-    asked = Prices({}, round_topology(), backend=WORK_OF_V5E)
+    asked = PriceList({}, round_topology(), backend=WORK_OF_V5E)
     slices = [g for g in groups_of(program, rules_for(program), V5E) if g.equations[0].primitive == "scan_slice"]
     seconds = [asked.group(group).seconds[0].compute for group in slices]
     copies = [2 * 2 * 4 * rows * 128 * 3 * 1e-9 * behind_barrier for rows in (8, 128)]
@@ -425,7 +425,7 @@ def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
 
     program = traced(adding, [f32(128, 128)] * count, f32(3, 8, 128))
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
-    asked = Prices(
+    asked = PriceList(
         {},
         fast,
         backend=adjusted(V5E, "loop_memory", bytes=room),
@@ -450,7 +450,7 @@ def test_what_a_loop_only_reads_stays_in_the_chip(room, through, view):
     widths = widths_of(program, groups, V5E.rounding)
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
     backend = adjusted(V5E, "loop_memory", bytes=room)
-    asked = Prices(
+    asked = PriceList(
         {},
         fast,
         widths,
@@ -473,7 +473,7 @@ def test_what_is_gathered_for_a_loop_may_be_read_from_memory(source, target, sha
     program = traced(recurrent, f32(8, 128), f32(128, 128))
     weight = program.arguments[1]
     chip, backend = round_topology("x"), adjusted(V5E, "loop_memory", fetched_share=0.5)
-    asked, plain = (Prices(LINE, chip, backend=backend, turns=turns) for turns in (turns_that_read(program), None))
+    asked, plain = (PriceList(LINE, chip, backend=backend, turns=turns) for turns in (turns_that_read(program), None))
     fetched = asked.memory_seconds(weight, source, target)
     assert fetched == pytest.approx(0.5 * 3 * 2**16 * share / chip.memory_bandwidth)
     tables = [prices.table(weight, [source], [target]) for prices in (asked, plain)]
@@ -561,7 +561,7 @@ def test_a_loops_body_is_paid_every_time():
 def test_what_comes_from_other_slices_in_a_loop_has_its_stacks_cleared(source, target, cleared):
     """8,000 bytes of all devices, once in the five trips together."""
     options = {"backend": replace(adjusted(V5E, "gathers", several_dims_at_once=False), slices=2)}
-    plain, asked = (Prices({"s": 2, "x": 4}, round_topology("s", "x"), stacked=stacked, **options)
+    plain, asked = (PriceList({"s": 2, "x": 4}, round_topology("s", "x"), stacked=stacked, **options)
                     for stacked in (None, {0: 8000}))  # fmt: skip
     made, seconds = value(8, 8, trips=5), 8000 / 8 / 5 / TOPOLOGY.memory_bandwidth * cleared
     assert asked.memory_seconds(made, source, target) == pytest.approx(seconds)
@@ -578,9 +578,11 @@ HIDDEN = {"nothing": 0.0, "a slice": 0.0, "gathered": 0.5, "all_to_all": 0.0}  #
 @pytest.mark.parametrize("case", RESHARDINGS)
 def test_gathers_of_weights_are_hidden(case):
     source, target, seconds = RESHARDINGS[case]
-    weight = Prices(LINE, TOPOLOGY, backend=HIDING, weights=[0])
-    of_a_loop = Prices(LINE, TOPOLOGY, backend=HIDING, weights=[0], entering=[0])  # which waits for all that it reads
-    activation = Prices(LINE, TOPOLOGY, backend=HIDING)
+    weight = PriceList(LINE, TOPOLOGY, backend=HIDING, weights=[0])
+    of_a_loop = PriceList(
+        LINE, TOPOLOGY, backend=HIDING, weights=[0], entering=[0]
+    )  # which waits for all that it reads
+    activation = PriceList(LINE, TOPOLOGY, backend=HIDING)
     for asked, share in ((weight, HIDDEN[case]), (of_a_loop, 0.0), (activation, 0.0), (prices(), 0.0)):
         assert asked.resharding(value(8, 8), source, target) == pytest.approx(seconds)
         assert asked.hidden(value(8, 8), source, target) == pytest.approx(share * seconds)
@@ -591,7 +593,7 @@ def test_gathers_of_weights_are_hidden(case):
 @pytest.mark.parametrize("fn, share", [(jnp.matmul, 0.2), (early, 0.0)])
 def test_reduce_scatters_that_nothing_waits_for_are_hidden(fn, share):
     (group, *_) = [group for group in grouped(fn, f32(8, 4), f32(4, 6)) if group.contracts]
-    priced, plain = Prices(LINE, TOPOLOGY, backend=HIDING).group(group), prices().group(group)
+    priced, plain = PriceList(LINE, TOPOLOGY, backend=HIDING).group(group), prices().group(group)
     assert priced.strategies == plain.strategies
     kinds = set()
     for strategy, seconds, before in zip(priced.strategies, priced.seconds, plain.seconds, strict=True):
@@ -690,12 +692,12 @@ def test_wrong_prices_are_caught(monkeypatch, name, wrong):
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_hiding_too_little_or_too_much_is_caught(monkeypatch, wrong):
-    pair, moved = Prices._pair, Prices._moved
-    monkeypatch.setattr(Prices, "_pair", lambda self, *args: (*pair(self, *args)[:2], wrong))
+    pair, moved = PriceList._pair, PriceList._moved
+    monkeypatch.setattr(PriceList, "_pair", lambda self, *args: (*pair(self, *args)[:2], wrong))
     with pytest.raises(AssertionError):
         test_gathers_of_weights_are_hidden("gathered")
     monkeypatch.undo()
-    monkeypatch.setattr(Prices, "_moved", lambda self, *args: (moved(self, *args)[0], wrong))
+    monkeypatch.setattr(PriceList, "_moved", lambda self, *args: (moved(self, *args)[0], wrong))
     with pytest.raises(AssertionError):
         test_gathers_of_weights_are_hidden("gathered")
 
@@ -713,7 +715,7 @@ def test_bytes_of_inner_values_are_caught(monkeypatch):
 
 def test_a_mesh_needs_its_links():
     with pytest.raises(MeshError, match=r"'y' .2 devices. has no link"):
-        Prices({"y": 2}, round_topology("x"))
+        PriceList({"y": 2}, round_topology("x"))
 
 
 @pytest.mark.parametrize("layout, rows", [((("x",), ()), 1), (((), ()), 4)])
@@ -723,7 +725,7 @@ def test_a_product_with_a_vector_goes_over_the_matrix(dtype, share, layout, rows
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 64), (64, 256))]
     program = traced(jnp.matmul, *operands)
     (group,) = groups_of(program, rules_for(program), V5E)
-    priced = Prices(LINE, TOPOLOGY, backend=WORK_OF_V5E).group(group)
+    priced = PriceList(LINE, TOPOLOGY, backend=WORK_OF_V5E).group(group)
     found = priced.strategies.index(next(one for one in priced.strategies if one.operand_layouts == (layout, ((), ()))))
     elementwise = 64 * 256 * operands[0].dtype.itemsize / share * 1e-9
     assert (priced.seconds[found].compute == pytest.approx(elementwise)) == (rows == 1)
@@ -733,8 +735,8 @@ def test_a_batch_of_products_with_vectors_is_not_elementwise():
     """Where a device has one of the batch left, it is one such product."""
     program = traced(lambda x, w: jnp.einsum("bk,bkn->bn", x, w), f32(4, 64), f32(4, 64, 256))
     (group,) = groups_of(program, rules_for(program), V5E)
-    priced = Prices(LINE, TOPOLOGY, backend=V5E).group(group)
-    plain = Prices(LINE, TOPOLOGY, backend=replace(V5E, vector_products=VectorProducts())).group(group)
+    priced = PriceList(LINE, TOPOLOGY, backend=V5E).group(group)
+    plain = PriceList(LINE, TOPOLOGY, backend=replace(V5E, vector_products=VectorProducts())).group(group)
     dearer = {
         strategy.output_layouts: ours.compute > theirs.compute
         for strategy, ours, theirs in zip(priced.strategies, priced.seconds, plain.seconds, strict=True)

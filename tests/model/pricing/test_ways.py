@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 from programs import f32, model_program, traced
 
 from autoshard.model.grouping import groups_of
-from autoshard.model.pricing import ways
+from autoshard.model.pricing import group_strategies
+from autoshard.model.pricing.group_strategies import GroupStrategies
 from autoshard.model.pricing.memo import Memo
-from autoshard.model.pricing.ways import WaysToSplit
 from autoshard.model.strategies import strategies_of, unsummed_key
 from autoshard.model.xla.backends import V5E
 from autoshard.propagation import rules_for
@@ -36,7 +36,7 @@ def assert_each_has_its_own():
     shared = 0  # how many groups another one stands for
     for program in programs():
         groups = groups_of(program, rules_for(program), V5E, MESH)
-        known = WaysToSplit(MESH, V5E, Memo(), {})
+        known = GroupStrategies(MESH, V5E, Memo(), {})
         for group in groups:
             strategies, wants, leaves = known.of(group)
             assert list(strategies) == strategies_of(group, MESH, V5E), group.equations
@@ -57,6 +57,6 @@ def test_a_key_that_leaves_something_out_is_caught(part, monkeypatch):
         key = unsummed_key(group)
         return None if key is None else (*key[:part], *key[part + 1 :])
 
-    monkeypatch.setattr(ways, "unsummed_key", short)
+    monkeypatch.setattr(group_strategies, "unsummed_key", short)
     with pytest.raises(AssertionError):
         assert_each_has_its_own()

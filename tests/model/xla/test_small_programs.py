@@ -92,7 +92,7 @@ def nothing_runs_beside(patch):
 
 def every_product_fills_the_unit(patch):
     patch.setattr(operations, "multiplies_vector", lambda group: False)
-    patch.setattr(operations.Operations, "vector_seconds", lambda self, group, pieces: 0.0)
+    patch.setattr(operations.OperationCosts, "vector_seconds", lambda self, group, pieces: 0.0)
 
 
 SMALL = {  # function of what shapes, how they are split, and a fault

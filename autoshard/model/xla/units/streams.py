@@ -21,7 +21,7 @@ import numpy as np
 
 from autoshard.model.groups import Group
 from autoshard.model.xla.units.vector_unit import REGISTER
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Value
 
 _FEW_PARTS = 4  # of a concatenation, each of which XLA pads to the size of the whole
@@ -65,7 +65,9 @@ class Streams:
             return False
         (first, *_) = group.equations
         facts = facts_of(first.primitive)
-        is_loop = group.fuses or (facts.work is Work.REDUCTION and facts.is_loop) or first.primitive == "concatenate"
+        is_loop = (
+            group.fuses or (facts.work is FlopRule.REDUCTION and facts.is_loop) or first.primitive == "concatenate"
+        )
         values = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         return is_loop and all(getattr(value.dtype, "kind", "c") != "c" for value in values)
 

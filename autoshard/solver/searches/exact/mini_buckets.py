@@ -26,7 +26,7 @@ from autoshard.solver.arrays import memory_of
 from autoshard.solver.exact.elimination import Factor, minimised
 from autoshard.solver.exact.elimination_order import ORDERS, neighbours_of
 from autoshard.solver.problem import Problem
-from autoshard.solver.searches.position import ENOUGH, SECONDS_PER_CHANGE, SECONDS_PER_LOOK
+from autoshard.solver.searches.position import CHANGE_ROUNDING, SECONDS_PER_CHANGE, SECONDS_PER_LOOK
 from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.tables import summed
 from autoshard.solver.verify import ROUNDING
@@ -168,7 +168,7 @@ class MiniBuckets:
     def _is_dear(self, bound: float) -> bool:
         """Whether a branch cannot lead to anything that is cheaper than the best, but for rounding."""
         best = self.run.cost
-        return best < math.inf and bound >= best - ENOUGH * abs(best)
+        return best < math.inf and bound >= best - CHANGE_ROUNDING * abs(best)
 
     def _offer(self, chosen: dict[int, int], memory: LeanRoom) -> None:
         choice = [chosen[node] for node in range(len(chosen))]

@@ -19,7 +19,7 @@ from autoshard.solver.bounds.prices import Prices
 from autoshard.solver.problem import Problem
 from autoshard.solver.searches.exact.mini_buckets import LeanRoom, MiniBuckets
 from autoshard.solver.searches.exact.pase import DynamicProgramSettings, search_by_tables
-from autoshard.solver.searches.position import ENOUGH
+from autoshard.solver.searches.position import CHANGE_ROUNDING
 from autoshard.solver.searches.search_run import SearchRun
 
 SETTINGS = DynamicProgramSettings(entries=1 << 14, size=32.0, growth=2.0)
@@ -41,7 +41,7 @@ def frontier(tables: MiniBuckets, problem: Problem, prices: Prices, size: int) -
     for depth, bucket in enumerate(tables.buckets):
         after = tables.states_options(depth, chosen, bounds)
         best = run.cost + prices.refund
-        kept = after < (best - ENOUGH * abs(best) if best < math.inf else math.inf)
+        kept = after < (best - CHANGE_ROUNDING * abs(best) if best < math.inf else math.inf)
         state, option = np.nonzero(kept)
         cheapest = np.argsort(after[state, option], kind="stable")[: CHECKED_TIMES * size]
         is_whole &= len(cheapest) == len(state)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoshard.solver.problem import Problem
-from autoshard.solver.searches.position import ENOUGH, Position
+from autoshard.solver.searches.position import CHANGE_ROUNDING, Position
 from autoshard.solver.searches.search_run import SearchRun
 
 NOISE = 2.0  # of the logarithm of what is at stake, in further orders
@@ -62,5 +62,5 @@ def _free(at: Position, node: int, chosen: dict[int, int]) -> np.ndarray:
     for other, table in at.tables[node].items():
         if other in chosen:
             row = table[chosen[other]]
-            free &= row <= row.min() + ENOUGH * abs(row.min())
+            free &= row <= row.min() + CHANGE_ROUNDING * abs(row.min())
     return free

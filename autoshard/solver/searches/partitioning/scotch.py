@@ -40,7 +40,7 @@ SETTINGS = ScotchSettings()
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class ContractionLevel:
     """A contracted problem and the way back from its choices to those of the level below."""
 
     problem: Problem
@@ -61,7 +61,7 @@ def scotch(problem: Problem, run: SearchRun) -> None:
     at.repair()
     at.settle()
     for turn in run.rounds():
-        levels: list[Level] = []
+        levels: list[ContractionLevel] = []
         small = problem
         while len(small.costs) > SETTINGS.fewest_nodes:
             level = _contracted(small, SETTINGS.noise if turn else 0.0, run)
@@ -73,7 +73,9 @@ def scotch(problem: Problem, run: SearchRun) -> None:
             _refine(problem, levels, small, at, is_random=bool(turn or start))
 
 
-def _refine(problem: Problem, levels: Sequence[Level], small: Problem, at: Position, *, is_random: bool) -> None:
+def _refine(
+    problem: Problem, levels: Sequence[ContractionLevel], small: Problem, at: Position, *, is_random: bool
+) -> None:
     """Solves the smallest problem by descent and refines it level by level, down to `at`, which is of the whole."""
     position = at if small is problem else Position(small, at.run, offers=False)
     if is_random:
@@ -90,12 +92,12 @@ def _refine(problem: Problem, levels: Sequence[Level], small: Problem, at: Posit
         position.settle()
 
 
-def _below(level: Level, levels: Sequence[Level]) -> Problem:
+def _below(level: ContractionLevel, levels: Sequence[ContractionLevel]) -> Problem:
     """The problem that a level contracts."""
     return levels[levels.index(level) - 1].problem
 
 
-def _contracted(problem: Problem, noise: float, run: SearchRun) -> Level:
+def _contracted(problem: Problem, noise: float, run: SearchRun) -> ContractionLevel:
     """The problem with its heaviest edges contracted, no two of which share a node."""
     tables = summed(problem.edges)
     heavy = [
@@ -132,7 +134,9 @@ def _contracted(problem: Problem, noise: float, run: SearchRun) -> Level:
     for live in problem.lives:
         cluster, k = place[live.node]
         lives.append(Live(cluster, live.start, live.end, live.usage[options[cluster][:, k]]))
-    return Level(Problem(tuple(costs), tuple(edges), tuple(lives), problem.limit, checked=True), members, options)
+    return ContractionLevel(
+        Problem(tuple(costs), tuple(edges), tuple(lives), problem.limit, checked=True), members, options
+    )
 
 
 def _weight(table: np.ndarray) -> float:

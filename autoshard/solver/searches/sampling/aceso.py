@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.solver.problem import Problem
-from autoshard.solver.searches.position import ENOUGH, Position
+from autoshard.solver.searches.position import CHANGE_ROUNDING, Position
 from autoshard.solver.searches.search_run import SearchRun
 
 
@@ -74,7 +74,7 @@ def _follow(at: Position, node: int, keys: list[np.ndarray], seen: set[int]) -> 
         here ^= int(keys[other][at.choice[other]]) ^ int(keys[other][option])
         seen.add(here)
         at.change(other, option, added)
-        if at.cost < cost - ENOUGH * abs(cost):
+        if at.cost < cost - CHANGE_ROUNDING * abs(cost):
             return True
         paid = [(float(at.option_costs(j)[at.choice[j]]), j) for j in (other, *at.tables[other]) if at.sizes[j] > 1]
         node = max(paid)[1]

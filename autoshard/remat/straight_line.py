@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from autoshard.jaxprs import JaxprEqn, Var, array_bytes, evaluated, is_transposed
-from autoshard.primitives import Work, facts_of
+from autoshard.primitives import FlopRule, facts_of
 from autoshard.program.user_code import source_of
 from autoshard.remat.costs import Seconds
 from autoshard.remat.cuts import Cut, ForwardPass
@@ -76,7 +76,7 @@ class StraightPasses:
         found = set[Var]()
         for eqn in self.equations:
             facts = facts_of(eqn.primitive.name)
-            is_light = facts.work in {Work.NONE, Work.PER_RESULT} and not eqn.effects
+            is_light = facts.work in {FlopRule.NONE, FlopRule.PER_RESULT} and not eqn.effects
             is_light &= eqn.primitive.name not in LOOPS | {"optimization_barrier"}
             if is_light and found.issuperset(variables(eqn.invars)):
                 found.update(eqn.outvars)
@@ -230,7 +230,7 @@ class StraightBlock(Residuals):
         return dict(zip(made, evaluated([call], env, made), strict=True))
 
 
-_PRODUCTS = {Work.ATTENTION, Work.CONTRACTION, Work.FACTORIZATION, Work.FFT, Work.SCALED_PRODUCT}
+_PRODUCTS = {FlopRule.ATTENTION, FlopRule.CONTRACTION, FlopRule.FACTORIZATION, FlopRule.FFT, FlopRule.SCALED_PRODUCT}
 
 
 def _is_product(eqn: JaxprEqn) -> bool:

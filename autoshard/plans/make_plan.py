@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.layout import Layout, without_idle_axes
 from autoshard.model.formulation import Formulation
-from autoshard.plans.chosen import ChosenOptions, prediction_of
+from autoshard.plans.chosen_options import ChosenOptions, prediction_of
 from autoshard.plans.limited_overlap import at_its_price
 from autoshard.plans.memory_use import memory_use
 from autoshard.plans.plan import PlacedArray, PlanData

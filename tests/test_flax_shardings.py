@@ -12,7 +12,7 @@ from oracles import mesh_of, slow_chips
 
 import autoshard
 from autoshard import MemoryLimitError
-from autoshard.program.wishes import layout_of_wish
+from autoshard.program.flax_shardings import layout_of_wish
 
 SHAPE = {"data": 4, "model": 2}
 OPTIONS = {"mesh": mesh_of(SHAPE), "topology": slow_chips(SHAPE), "time_limit": 10, "donate_argnums": 0}

@@ -36,7 +36,7 @@ class LoopLength:
     how: str  # "said" by the user, "exact" if its condition tells, else "guessed"
 
 
-def said_turns(source: Source | None, trips: Mapping[str, int]) -> int | None:
+def requested_turns(source: Source | None, trips: Mapping[str, int]) -> int | None:
     """What the user says of the loop at a line: by ``file.py:12``, by the function that it stands in, or by a glob."""
     return next((turns for glob, turns in trips.items() if _stands_at(source, glob)), None)
 

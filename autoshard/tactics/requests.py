@@ -72,22 +72,22 @@ class AxisRequest:
 class TacticRequests:
     """What all tactics together ask for."""
 
-    said: dict[str, list[AxisRequest]] = field(default_factory=dict)  # axis -> what tactics say of it
+    requests: dict[str, list[AxisRequest]] = field(default_factory=dict)  # axis -> what tactics say of it
     layouts: dict[int, tuple[Layout, str]] = field(default_factory=dict)  # argument -> its layout, which function
     tactics: list[Tactic] = field(default_factory=list)
 
     def rule(self, axis: str) -> AxisRule:
         """What holds along an axis: the basis that its tactics share, and what each says in its place, in order."""
-        said = self._in_order(axis)
-        return functools.reduce(lambda rule, one: rule.refined(one.own), said, said[0].basis)
+        requests = self._in_order(axis)
+        return functools.reduce(lambda rule, one: rule.refined(one.own), requests, requests[0].basis)
 
     def speaker(self, axis: str, says: Callable[[AxisRule], bool] = lambda rule: True) -> Tactic:
         """The last tactic that says something itself of an axis; the first where all rest on the basis for it."""
-        said = self._in_order(axis)
-        return next((one.tactic for one in reversed(said) if says(one.own)), said[0].tactic)
+        requests = self._in_order(axis)
+        return next((one.tactic for one in reversed(requests) if says(one.own)), requests[0].tactic)
 
     def _in_order(self, axis: str) -> list[AxisRequest]:
-        return sorted(self.said[axis], key=lambda one: one.tactic.order)
+        return sorted(self.requests[axis], key=lambda one: one.tactic.order)
 
 
 def is_tactic(one: Any) -> bool:
@@ -115,15 +115,15 @@ def ask(asked: TacticRequests, tactic: TacticLike, roles: Roles, mesh: Mapping[s
         raise MeshError(f"{tactic} names the axis {unknown[0]!r}; the mesh has {', '.join(map(repr, mesh))}")
     _check_applies(tactic, roles)
     for axis, (basis, own) in tactic.rules(axes).items():
-        said = asked.said.setdefault(axis, [])
-        for one in said:
+        requests = asked.requests.setdefault(axis, [])
+        for one in requests:
             is_same_step = one.tactic.order == tactic.order and one.own != own
             if one.basis != basis or is_same_step:
                 raise ConflictError(
                     f"{one.tactic} and {tactic} both say what the mesh axis {axis!r} does, and differ.\n"
                     "Give one of them another axis, or drop it."
                 )
-        said.append(AxisRequest(tactic, basis, own))
+        requests.append(AxisRequest(tactic, basis, own))
     asked.tactics.append(tactic)
 
 
@@ -149,16 +149,16 @@ def _ask_function(asked: TacticRequests, tactic: Callable[[Step], Any], roles: R
 
 
 def _ask_layouts(
-    asked: TacticRequests, said_by: str, specs: Mapping[str, PartitionSpec], roles: Roles, mesh: Mapping[str, int]
+    asked: TacticRequests, requested_by: str, specs: Mapping[str, PartitionSpec], roles: Roles, mesh: Mapping[str, int]
 ) -> None:
     """Adds layouts by path or glob, of which each fits some argument."""
     program = roles.step.program
-    for i, found in fixed_layouts(program, specs, mesh, said_by).items():
+    for i, found in fixed_layouts(program, specs, mesh, requested_by).items():
         layout = without_idle_axes(found, roles.step.mesh)
-        other, other_by = asked.layouts.setdefault(i, (layout, said_by))
+        other, other_by = asked.layouts.setdefault(i, (layout, requested_by))
         if other != layout:
             raise ConflictError(
-                f"{other_by} wants {program.arguments[i]} to be {spec_of(other)}, {said_by} wants it to be "
+                f"{other_by} wants {program.arguments[i]} to be {spec_of(other)}, {requested_by} wants it to be "
                 f"{spec_of(layout)}.\nDrop one of them."
             )
 

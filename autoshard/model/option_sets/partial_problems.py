@@ -19,7 +19,7 @@ from autoshard.layout import MeshShape
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.option_set import OptionSet, Partition, place_of
-from autoshard.model.pricing.late import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulatingLate
 from autoshard.program import Program
 from autoshard.solver.searches.search_run import Search
 

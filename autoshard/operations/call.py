@@ -14,9 +14,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order, ordered_axes, shards, spec_of
-from autoshard.operations.operation import Operation
+from autoshard.operations.operation import Implementation, Operation
 from autoshard.operations.primitive import Batched, mapped
-from autoshard.operations.split import Axes, CallSplit, Run
+from autoshard.operations.split import Axes, CallRun, CallSplit
 from autoshard.program import Equation
 from autoshard.propagation.projection import layout_of_factors
 from autoshard.propagation.rule import Dims, Rule
@@ -39,7 +39,7 @@ class Call:
 
     # How it can be split.
 
-    def runs(self, mesh: MeshShape) -> Iterator[Run]:
+    def runs(self, mesh: MeshShape) -> Iterator[CallRun]:
         """Every way to run it on a mesh: an implementation, and what each mesh axis does in it.
 
         The first splits nothing. Dims that axes do not divide are not split.
@@ -56,28 +56,31 @@ class Call:
                 for axis, role in zip(mesh, choice, strict=True):
                     if role is not None:
                         found[role] = (*found.get(role, ()), axis)
-                run = Run("" if implementation is None else implementation.name, tuple(found.items()))
-                if self.can_run(run, mesh, known):
+                run = CallRun("" if implementation is None else implementation.name, tuple(found.items()))
+                if self._fits(run, implementation, mesh, known):
                     yield run
 
-    def can_run(self, run: Run, mesh: MeshShape, known: dict[Any, bool] | None = None) -> bool:
+    def can_run(self, run: CallRun, mesh: MeshShape) -> bool:
+        """Whether the operation has such an implementation with such roles, and the axes divide what they split."""
+        names = {one.name: one for one in self.operation.implementations}
+        if run.name and run.name not in names:
+            return False
+        implementation = names.get(run.name)
+        own = {} if implementation is None else implementation.splits
+        beside = self.rule.splittable.difference(itertools.chain(*own.values()))
+        return {role for role, _ in run.roles} <= {*own, *beside} and self._fits(run, implementation, mesh, {})
+
+    def _fits(
+        self, run: CallRun, implementation: Implementation | None, mesh: MeshShape, known: dict[Any, bool]
+    ) -> bool:
         """Whether the axes divide what they split, and the implementation takes such a call.
 
         Args:
             known: dims of a tensor and the axes that split each -> whether it can lie so. This call adds to it.
         """
-        names = {one.name: one for one in self.operation.implementations}
-        if run.name and run.name not in names:
-            return False
-        implementation = names.get(run.name)
-        own = () if implementation is None else implementation.splits
-        beside = self.rule.splittable.difference(itertools.chain(*own.values()) if own else ())
-        if not {role for role, _ in run.roles} <= {*own, *beside}:
-            return False
         assigned = self.assignment(run, mesh)
         if any(self.rule.sizes[factor] % shards(axes, mesh) for factor, axes in assigned.items()):
             return False
-        known = {} if known is None else known
         for dims in (*self.rule.operands, *self.rule.results):
             key = dims, tuple(assigned.get(factor) for factor in itertools.chain(*dims))
             if key not in known:
@@ -88,7 +91,7 @@ class Call:
         where = None if implementation is None else implementation.where
         return where is None or bool(where(self.split(run, mesh), **dict(self.static)))
 
-    def assignment(self, run: Run, mesh: MeshShape) -> dict[str, Axes]:
+    def assignment(self, run: CallRun, mesh: MeshShape) -> dict[str, Axes]:
         """Factor -> the axes that split it, in mesh order."""
         implementation = self.operation.named(run.name)
         splits: Mapping[str, tuple[str, ...]] = {} if implementation is None else implementation.splits
@@ -98,7 +101,7 @@ class Call:
                 found.setdefault(factor, set()).update(axes)
         return {factor: ordered_axes(axes, mesh) for factor, axes in found.items()}
 
-    def layouts(self, run: Run, mesh: MeshShape) -> tuple[list[Layout], list[Layout]]:
+    def layouts(self, run: CallRun, mesh: MeshShape) -> tuple[list[Layout], list[Layout]]:
         """How the operands are read, and how the results are left."""
         assigned, sizes = self.assignment(run, mesh), self.rule.sizes
 
@@ -109,10 +112,10 @@ class Call:
 
         return layouts(self.rule.operands), layouts(self.rule.results)
 
-    def split(self, run: Run, mesh: MeshShape) -> CallSplit:
+    def split(self, run: CallRun, mesh: MeshShape) -> CallSplit:
         return CallSplit(dict(run.roles), self.rule.sizes, dict(mesh))
 
-    def partial(self, run: Run, mesh: MeshShape) -> list[Axes]:
+    def partial(self, run: CallRun, mesh: MeshShape) -> list[Axes]:
         """Per result the axes over which the devices' results are summed up; a role's axes are the function's own."""
         own, found = self.own_roles(run), []
         for dims in self.rule.results:
@@ -127,22 +130,22 @@ class Call:
             found.append(ordered_axes(summed, mesh))
         return found
 
-    def own_roles(self, run: Run) -> dict[str, Axes]:
+    def own_roles(self, run: CallRun) -> dict[str, Axes]:
         """What the implementation does along which axes; nothing, where each device runs the function itself."""
         implementation = self.operation.named(run.name)
         own = () if implementation is None else implementation.splits
         return {role: axes for role, axes in run.roles if role in own}
 
-    def interchangeable(self, run: Run) -> frozenset[str]:
+    def interchangeable(self, run: CallRun) -> frozenset[str]:
         """The factors of which only the product of a device's sizes matters: what is said so, of the same tensors."""
         implementation = self.operation.named(run.name)
-        said = (self.operation if implementation is None else implementation).interchangeable
+        declared = (self.operation if implementation is None else implementation).interchangeable
         tensors = [set(itertools.chain(*dims)) for dims in (*self.rule.operands, *self.rule.results)]
-        return said if all(said <= has or not said & has for has in tensors) else frozenset()
+        return declared if all(declared <= has or not declared & has for has in tensors) else frozenset()
 
     # How it runs.
 
-    def local(self, run: Run, mesh: MeshShape) -> Callable[..., list]:
+    def local(self, run: CallRun, mesh: MeshShape) -> Callable[..., list]:
         """What each device makes of its shards; mesh axes are bound."""
         function = mapped(self._local(run, mesh), self.batched)
 
@@ -152,7 +155,7 @@ class Call:
 
         return local
 
-    def _local(self, run: Run, mesh: MeshShape) -> Callable[..., list]:
+    def _local(self, run: CallRun, mesh: MeshShape) -> Callable[..., list]:
         """The same of one call of a batch."""
         implementation = self.operation.named(run.name)
         split, static = self.split(run, mesh), dict(self.static)
@@ -164,7 +167,7 @@ class Call:
 
         return self._derivative(run, mesh) if self.operation.is_derived(run.name) else one
 
-    def _derivative(self, run: Run, mesh: MeshShape) -> Callable[..., list]:
+    def _derivative(self, run: CallRun, mesh: MeshShape) -> Callable[..., list]:
         """The derivative of an implementation's local function, collectives included.
 
         Inside a `shard_map` JAX differentiates the sum of what all devices make. A result that several devices hold
@@ -203,7 +206,7 @@ class Call:
 
         return gradients
 
-    def on_mesh(self, run: Run, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
+    def on_mesh(self, run: CallRun, mesh: Mesh | AbstractMesh) -> Callable[..., list]:
         """The call as a function of whole arrays to the list of its results."""
         shape = dict(mesh.shape)
         reads, leaves = self.layouts(run, shape)

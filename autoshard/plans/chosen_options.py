@@ -15,10 +15,10 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.heap.result_places import aliased, copied_results
 from autoshard.model.regions.shared_work import forward_groups
-from autoshard.model.resharding_memory import Reader, uses_of
+from autoshard.model.resharding_memory import ValueReader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
 from autoshard.model.xla.rounding import Readers
-from autoshard.operations.split import Run
+from autoshard.operations.split import CallRun
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
@@ -64,7 +64,7 @@ class ChosenOptions:
         """How `lower` finishes each group; None where that is left to XLA."""
         return list(map(scatter_of, self.formulation.groups, self.strategies))
 
-    def want(self, reader: Reader) -> Layout:
+    def want(self, reader: ValueReader) -> Layout:
         return reader.wants[self.choice[reader.node]]
 
     def stays(self, group: Group) -> bool:
@@ -89,7 +89,7 @@ class ChosenOptions:
         implied = frozenset(self.implied())
         return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), implied, dict(self.runs()))
 
-    def runs(self) -> Iterator[tuple[int, Run]]:
+    def runs(self) -> Iterator[tuple[int, CallRun]]:
         """What computes each call of an operation on shards."""
         for group, strategy in zip(self.formulation.groups, self.strategies, strict=True):
             if strategy.run is not None and strategy.run.roles:
@@ -113,7 +113,7 @@ class ChosenOptions:
         from what a reader reads beside it. A constraint would only keep XLA from simplifying across it before it
         partitions the program; after a reduce_scatter by hand it says again what that has said.
         """
-        loose: dict[int, Sequence[Reader]] = {}  # values whose axes do not come from what they are made of
+        loose: dict[int, Sequence[ValueReader]] = {}  # values whose axes do not come from what they are made of
         for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
             if group.is_boundary or group.hoisted_all_reduces is not None:
                 continue
@@ -333,7 +333,7 @@ class ChosenOptions:
             value = self.program.values[id]
             home = self.homes[id]
             seen = self.copies.get(id, home)
-            asked: dict[Layout, list[Reader]] = defaultdict(list)
+            asked: dict[Layout, list[ValueReader]] = defaultdict(list)
             for reader in readers:
                 asked[self.want(reader)].append(reader)
             if seen != home:  # read as it is, or sliced or copied on
@@ -356,12 +356,12 @@ def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:
     )
 
 
-def _groups(readers: Sequence[Reader]) -> Readers:
+def _groups(readers: Sequence[ValueReader]) -> Readers:
     """The groups that read one copy; none of them can do with fewer bits where an argument is replaced by it."""
     groups = [reader.group for reader in readers if reader.group]
     return groups if len(groups) == len(readers) else ()
 
 
-def _line(readers: Sequence[Reader], value: Value) -> Source | None:
+def _line(readers: Sequence[ValueReader], value: Value) -> Source | None:
     """The line of the first that uses a value, else that which makes it."""
     return next((reader.use.equation.source for reader in readers if reader.use), value.source)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var
-from autoshard.recognition.bodies import Atom, Tree
+from autoshard.recognition.bodies import Atom, BodyTree
 from autoshard.recognition.probe import FOLLOWED
 
 _Shown = TypeVar("_Shown")
@@ -20,30 +20,30 @@ _READ = FOLLOWED | {"iota"}  # what a probe evaluates, and what a mask is read f
 
 
 @dataclass(frozen=True)
-class Likeness:
-    """How values are made. `said` is equal for those that are made alike; `values` then correspond in their order."""
+class ValueStructure:
+    """How values are computed. `structure` is equal for values computed alike, whose `values` correspond."""
 
-    said: Hashable
+    structure: Hashable
     values: tuple[Var, ...]  # by origin
 
     @classmethod
-    def of(cls, tree: Tree, ends: Sequence[Var], values: Sequence[Var], *context: Hashable) -> Likeness:
+    def of(cls, tree: BodyTree, ends: Sequence[Var], values: Sequence[Var], *context: Hashable) -> ValueStructure:
         """
         Args:
             ends: origins of values; what they are made of is left out.
             values: all that is compared, as far as the equations go that a probe evaluates and that lead to it.
             context: what must be equal beside.
         """
-        walk = _Walk(tree)
-        said = [walk.leaf(end, None) for end in ends if walk.is_new(end)]
+        walk = _LikenessWalk(tree)
+        leaves = [walk.leaf(end, None) for end in ends if walk.is_new(end)]
         for value in values:
             walk.number(value)
         for value in walk.waiting:  # it grows
-            said.append(walk.made(value))
+            leaves.append(walk.made(value))
         places = tuple(walk.numbers[tree.origin(one)] for one in (*ends, *values))
-        return cls((context, places, tuple(said)), tuple(walk.numbers))
+        return cls((context, places, tuple(leaves)), tuple(walk.numbers))
 
-    def renamed(self, other: Likeness) -> Mapping[Var, Var]:
+    def renamed(self, other: ValueStructure) -> Mapping[Var, Var]:
         """What the values of this one are called in another that is made alike."""
         return dict(zip(self.values, other.values, strict=True))
 
@@ -62,14 +62,14 @@ class Proofs:
         found: _Shown = self._shown[kind]
         return found
 
-    def kind(self, like: Likeness) -> int:
+    def kind(self, like: ValueStructure) -> int:
         """A number that values have in common that are made alike."""
-        return self._kinds.setdefault(like.said, len(self._kinds))
+        return self._kinds.setdefault(like.structure, len(self._kinds))
 
 
 @dataclass
-class _Walk:
-    tree: Tree
+class _LikenessWalk:
+    tree: BodyTree
     numbers: dict[Var, int] = field(default_factory=dict)
     waiting: list[Var] = field(default_factory=list)
 
@@ -92,26 +92,26 @@ class _Walk:
         if eqn is None or eqn.primitive.name not in _READ or len(eqn.outvars) != 1:
             constant = None if home is None else home.constants.get(origin)
             return self.leaf(origin, (eqn and eqn.primitive.name, id(constant)))
-        return eqn.primitive.name, said_in(eqn), type_of(origin), tuple(map(self.operand, eqn.invars))
+        return eqn.primitive.name, parameters_and_types(eqn), type_of(origin), tuple(map(self.operand, eqn.invars))
 
     def operand(self, atom: Atom) -> Hashable:
-        return said_of(atom) if isinstance(atom, Literal) else self.number(atom)
+        return literal_value(atom) if isinstance(atom, Literal) else self.number(atom)
 
     def leaf(self, origin: Var, made: Hashable) -> Hashable:
         return type_of(origin), made
 
 
-def said_in(eqn: JaxprEqn) -> Hashable:
+def parameters_and_types(eqn: JaxprEqn) -> Hashable:
     """The parameters of an equation, and the types of its operands; unlike any other's if they cannot be compared."""
-    said = tuple(eqn.params.items()), tuple(map(type_of, eqn.invars))
+    described = tuple(eqn.params.items()), tuple(map(type_of, eqn.invars))
     try:
-        hash(said)
+        hash(described)
     except TypeError:
         return id(eqn)
-    return said
+    return described
 
 
-def said_of(literal: Literal) -> Hashable:
+def literal_value(literal: Literal) -> Hashable:
     """The number that a literal is."""
     return type_of(literal), np.asarray(literal.val).tobytes()
 

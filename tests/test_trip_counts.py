@@ -10,7 +10,7 @@ from oracles import mesh_of, slow_chips
 import autoshard
 from autoshard import ArgumentError
 from autoshard.program import trace
-from autoshard.program.turns import UNKNOWN_TURNS
+from autoshard.program.trip_counts import UNKNOWN_TURNS
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 
@@ -69,7 +69,7 @@ def test_a_derivative_turns_as_often():
 
 
 open_end = counted(lambda i, x: x.sum() > 0)
-SAID = [(7, 7), ({"test_turns.py:*": 5}, 5), ({"<lambda>": 3}, 3), ({"*": 2}, 2)]
+SAID = [(7, 7), ({"test_trip_counts.py:*": 5}, 5), ({"<lambda>": 3}, 3), ({"*": 2}, 2)]
 
 
 @pytest.mark.parametrize("trips, turns", SAID)
@@ -78,7 +78,7 @@ def test_what_the_user_says(trips, turns):
     guessed = autoshard.plan(open_end, X, mesh=mesh_of({"x": 8}), topology=slow_chips("x"))
     assert not any("guess" in one for one in said.warnings)
     (remark,) = (one for one in guessed.warnings if "guess" in one)
-    assert f"taken to turn {UNKNOWN_TURNS} times" in remark and "trips={'test_turns.py:" in remark
+    assert f"taken to turn {UNKNOWN_TURNS} times" in remark and "trips={'test_trip_counts.py:" in remark
     arrival = said.predicted.arrival_seconds
     of_a_turn = (guessed.predicted.step_seconds - arrival) / UNKNOWN_TURNS
     assert said.predicted.step_seconds - arrival == pytest.approx(turns * of_a_turn, rel=0.2)

@@ -30,7 +30,7 @@ def ends_at(until: float) -> Callable[[], None]:
     >>> ends_at(-math.inf)()
     Traceback (most recent call last):
         ...
-    autoshard.model.pricing.late.FormulatingLate
+    autoshard.model.pricing.formulation_deadline.FormulatingLate
     """
 
     def check() -> None:

@@ -16,7 +16,7 @@ from autoshard.stages.roles import bytes_of, variables
 
 
 @dataclass(frozen=True)
-class Group:
+class AfterLoopGroup:
     """Equations that run as one program: those of one stage that wait for equally many transfers."""
 
     level: int  # transfers between stages that come before
@@ -28,7 +28,7 @@ class Group:
 class AfterLoop:
     """Where equations run, and arguments lie."""
 
-    groups: tuple[Group, ...]  # in an order in which they can run
+    groups: tuple[AfterLoopGroup, ...]  # in an order in which they can run
     floating: frozenset[int]  # equations that every reader computes itself
     homes: Mapping[Var, int]  # argument or piece -> its stage
 
@@ -76,7 +76,7 @@ def after_loop(
     grouped: dict[tuple[int, int], list[int]] = {}
     for i in fixed:
         grouped.setdefault((levels[i], placed[i]), []).append(i)
-    groups = tuple(Group(level, stage, tuple(found)) for (level, stage), found in sorted(grouped.items()))
+    groups = tuple(AfterLoopGroup(level, stage, tuple(found)) for (level, stage), found in sorted(grouped.items()))
     results = dict(carried)
     homes = {var: stages.get(var, stages.get(results.get(var, var), last)) for var in outside}
     return AfterLoop(groups, frozenset(floating), homes)

@@ -28,8 +28,8 @@ from autoshard.stages.cutting import CuttableStep, cut
 from autoshard.stages.placement.recomputing import KnownCuts
 from autoshard.stages.planned_pipeline import PlannedPipeline
 from autoshard.stages.programs import BlockCut, RecomputedBlocks, StagePrograms
-from autoshard.stages.stacks import Origin
-from autoshard.stages.traced import StageLayouts, in_planning_order
+from autoshard.stages.stacks import EquationOrigin
+from autoshard.stages.stage_layouts import StageLayouts, in_planning_order
 from autoshard.user_plan import Plan
 
 
@@ -71,7 +71,7 @@ class SavedPipeline:
     schedule: str
     chunks: int
     predecessors: tuple[tuple[int, ...], ...] | None  # of a schedule "graph" alone
-    boundaries: tuple[Origin, ...]
+    boundaries: tuple[EquationOrigin, ...]
     layers: tuple[tuple[str, ...], ...]
     parts: tuple[MeshPart, ...]  # per device of the schedule
     plans: tuple[Any, ...] = field(repr=False)  # of the programs, as JSON has them
@@ -140,9 +140,9 @@ class SavedPipeline:
             )
         )
 
-        def boundary(one: Node) -> Origin:
+        def boundary(one: Node) -> EquationOrigin:
             equation, trip = one.parts(2)
-            return Origin(equation.count(), trip.count())
+            return EquationOrigin(equation.count(), trip.count())
 
         return cls(
             node["stages"].count(),

@@ -31,8 +31,8 @@ from autoshard.jaxprs import Var, scan_counts
 from autoshard.one_jit.loop_ends import LoopEnds, with_loop_ends
 from autoshard.stages.cutting import CuttableStep, cut
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
-from autoshard.stages.roles import Roles
-from autoshard.stages.stacks import Origin
+from autoshard.stages.roles import PipelineRoles
+from autoshard.stages.stacks import EquationOrigin
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def uniform_stages(step: CuttableStep, count: int) -> UniformStages:
     if trips % count:
         raise refused(step.name, f"stages={count} do not divide the {trips} layers of the loop")
     each, ends = trips // count, with_loop_ends(step, loop)
-    boundaries = [Origin(ends.loop, s * each) for s in range(count)] + [Origin(ends.loop + 1)]
+    boundaries = [EquationOrigin(ends.loop, s * each) for s in range(count)] + [EquationOrigin(ends.loop + 1)]
     pins = functools.partial(_pins, ends=ends, each=each, count=count)
     made = UniformStages(cut(ends.step, boundaries, pins=pins, are_alike=True), count)
     assert made.ports is not None
@@ -203,7 +203,9 @@ def uniform_stages(step: CuttableStep, count: int) -> UniformStages:
     return made
 
 
-def _pins(roles: Roles, origins: Sequence[Origin], ends: LoopEnds, each: int, count: int) -> dict[int, int]:
+def _pins(
+    roles: PipelineRoles, origins: Sequence[EquationOrigin], ends: LoopEnds, each: int, count: int
+) -> dict[int, int]:
     """The stages of the backward pass: its loops' parts beside those of the forward loop, the rest at both ends.
 
     What reads the last carry of the backward loop belongs to the first stage, what reads nothing of it to the last.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from autoshard.recognition import matching, products, recognized
+from autoshard.recognition import attention_weights, products, recognized
 
 ROWS = 12
 LOWER = np.tril(np.ones((ROWS, ROWS), bool))
@@ -57,7 +57,7 @@ def gradient(layers: list[Layer]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def proofs(patch: pytest.MonkeyPatch, layers: list[Layer]) -> tuple[int, int]:
     """How often weights, and gradients, are shown on small arrays while a gradient's attentions are recognised."""
     counts = [0, 0]
-    shown = [(matching, "_shown"), (products, "_roles_and_factor")]
+    shown = [(attention_weights, "_shown"), (products, "_roles_and_factor")]
     for i, (module, name) in enumerate(shown):
         plain = getattr(module, name)
 

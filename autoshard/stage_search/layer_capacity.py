@@ -33,7 +33,7 @@ from autoshard.stage_search.whole_layers import LAST_LAYERS, Ending, WholeLayers
 # Prices of a device's whole memory and of a scale of seconds.
 _GRID = ((1.0, 0.0), (1.0, 0.1), (1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (1.0, 10.0), (0.0, 1.0))
 _MOST_PRICES = 24  # of both kinds that are tried for a device: the grid, and the first that trade shapes
-_NEAR_SECONDS = 1e-3  # by which share the seconds may be missed
+_SECONDS_TOLERANCE = 1e-3  # by which share the seconds may be missed
 _ROUNDED_COUNT = 1e-9  # layers: what rounding may make of a whole number of them
 
 
@@ -118,7 +118,7 @@ class RoomForLayers:
             low, high = high, min(below, 2 * high)
             if low == below:
                 return below
-        while high - low > _NEAR_SECONDS * high:
+        while high - low > _SECONDS_TOLERANCE * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._has_room(kinds, ending, middle) else (middle, high)
         return low

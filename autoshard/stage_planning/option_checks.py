@@ -12,7 +12,7 @@ from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.user_plan import Plan
 
 # Option -> why it does not go with stages, and what does.
-_INSTEAD = {
+_ALTERNATIVES_TO_OPTIONS = {
     "pad": "pad='batch' adds rows of the batch to stages that are programs of their own (without backend=); what "
     "pad='auto' adds is for the devices of the whole mesh.",
     "rewrites": "The stages of one program are equal as they are written: leave backend= out.",
@@ -41,12 +41,12 @@ def check_combination(
         "reductions": options.reductions,
         "refine": None if options.refine == 1 else options.refine,
     }
-    said = [f"{name}=" for name, value in unheeded.items() if value is not None and name not in heeded]
+    names = [f"{name}=" for name, value in unheeded.items() if value is not None and name not in heeded]
     if options.topology.uneven and not takes_uneven:
-        said.append("a topology with uneven devices")
-    if said:
-        why = "".join(f"\n{_INSTEAD[name]}" for name in _INSTEAD if f"{name}=" in said)
-        raise ArgumentError(f"{what} cannot be combined with {', '.join(said)} yet; leave one of them out.{why}")
+        names.append("a topology with uneven devices")
+    if names:
+        why = "".join(f"\n{_ALTERNATIVES_TO_OPTIONS[name]}" for name in _ALTERNATIVES_TO_OPTIONS if f"{name}=" in names)
+        raise ArgumentError(f"{what} cannot be combined with {', '.join(names)} yet; leave one of them out.{why}")
 
 
 def check_given(plan: Plan | None, like: Plan | None, options: Options, pad: str | None) -> None:

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Var, aval_of
-from autoshard.recognition.bodies import Tree
-from autoshard.recognition.likeness import Likeness, Proofs, said_in
+from autoshard.recognition.bodies import BodyTree
 from autoshard.recognition.masks import Mask, Visible, visible
 from autoshard.recognition.probe import FOLLOWED, Probe
 from autoshard.recognition.small_arrays import SMALL, Roles, SmallArray, UnknownEquation, evaluated
+from autoshard.recognition.structural_equality import Proofs, ValueStructure, parameters_and_types
 
 LARGE = 1e6  # a mask hides keys among logits of this size, or it is left as it is
 MOST_EQUATIONS = 300  # between two products
@@ -33,7 +33,7 @@ _ORDINARY = (None, jax.lax.Precision.DEFAULT, jax.lax.DotAlgorithmPreset.BF16_BF
 class Weights:
     """Attention weights, and the product of queries and keys that they are made of. Variables are origins."""
 
-    tree: Tree
+    tree: BodyTree
     made: Var
     scores: JaxprEqn
     query: Var
@@ -50,14 +50,14 @@ class Weights:
     stops_at_numbers: bool = False  # whether what is added is a bias, whatever it is made of
     roles: Roles = ()  # of the weights
     proofs: Proofs = field(default_factory=Proofs)
-    likeness: Likeness = field(default_factory=lambda: Likeness((), ()))  # of the weights to others
+    likeness: ValueStructure = field(default_factory=lambda: ValueStructure((), ()))  # of the weights to others
 
     @property
     def kind(self) -> int:
         """Weights of one kind differ by their variables alone."""
         return self.proofs.kind(self.likeness)
 
-    def of_others(self, scores: JaxprEqn, like: Likeness) -> Weights:
+    def of_others(self, scores: JaxprEqn, like: ValueStructure) -> Weights:
         """The weights that are made alike, of another product of queries and keys."""
         names = self.likeness.renamed(like)
         rest = tuple((names[var], roles, flag) for var, roles, flag in self.visible.rest)
@@ -144,7 +144,7 @@ def aligned(x: SmallArray, order: Sequence[str]) -> np.ndarray:
     return moved.reshape([SMALL[role[0]] if role in there else 1 for role in order])
 
 
-def all_weights(tree: Tree) -> Iterator[Weights]:
+def all_weights(tree: BodyTree) -> Iterator[Weights]:
     """The attention weights that products read."""
     seen, proofs, exponentials = set[Var](), Proofs(), _Exponentials(tree)
     for body in tree.root.all():
@@ -163,7 +163,7 @@ def all_weights(tree: Tree) -> Iterator[Weights]:
 class _Exponentials:
     """The values to which exponentials lead, without products between."""
 
-    tree: Tree
+    tree: BodyTree
     known: dict[Var, bool] = field(default_factory=dict)
 
     def lead_to(self, origin: Var) -> bool:
@@ -183,19 +183,19 @@ class _Exponentials:
         return self.known[origin]
 
 
-def _weights_of(tree: Tree, made: Var, proofs: Proofs) -> Weights | None:
+def _weights_of(tree: BodyTree, made: Var, proofs: Proofs) -> Weights | None:
     for scores in _products_before(tree, made):
         if not is_ordinary(scores) or not all(isinstance(atom, Var) for atom in scores.invars):
             continue
         ends = [*(atom for atom in scores.invars if isinstance(atom, Var)), scores.outvars[0]]
-        like = Likeness.of(tree, ends, [made], said_in(scores))
-        found = proofs.once(like.said, functools.partial(_shown, tree, made, scores, proofs, like))
+        like = ValueStructure.of(tree, ends, [made], parameters_and_types(scores))
+        found = proofs.once(like.structure, functools.partial(_shown, tree, made, scores, proofs, like))
         if found is not None:
             return found.of_others(scores, like)
     return None
 
 
-def _shown(tree: Tree, made: Var, scores: JaxprEqn, proofs: Proofs, like: Likeness) -> Weights | None:
+def _shown(tree: BodyTree, made: Var, scores: JaxprEqn, proofs: Proofs, like: ValueStructure) -> Weights | None:
     for stops in (False, True):
         try:
             found = _proven(tree, made, scores, stops)
@@ -208,11 +208,11 @@ def _shown(tree: Tree, made: Var, scores: JaxprEqn, proofs: Proofs, like: Likene
 
 def is_ordinary(product: JaxprEqn) -> bool:
     """Whether a product has the precision that operations compute with."""
-    said = product.params["precision"]
-    return all(one in _ORDINARY for one in (said if isinstance(said, tuple) else (said,)))
+    precisions = product.params["precision"]
+    return all(one in _ORDINARY for one in (precisions if isinstance(precisions, tuple) else (precisions,)))
 
 
-def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:
+def _products_before(tree: BodyTree, made: Var) -> list[JaxprEqn]:
     """Products from which exponentials lead to a value; none if other operations are between, or very many."""
     products, seen, waiting, has_exp = list[JaxprEqn](), set[Var](), [made], False
     while waiting and len(seen) < MOST_EQUATIONS:
@@ -229,7 +229,7 @@ def _products_before(tree: Tree, made: Var) -> list[JaxprEqn]:
     return products if has_exp and len(seen) < MOST_EQUATIONS else []
 
 
-def _proven(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
+def _proven(tree: BodyTree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
     """The weights that a value is, shown on small arrays; None if it is anything else.
 
     Raises:
@@ -243,14 +243,14 @@ def _proven(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | N
     roles = probe.leaves
     flags = [var for var in roles if probe.known[var].array.dtype == bool]
     added = [var for var in roles if var not in flags]
-    for said in itertools.product([True, False], repeat=len(flags)):
-        told = dict(zip(flags, said, strict=True))
-        factors = _factors(bare, added, told)
+    for values in itertools.product([True, False], repeat=len(flags)):
+        flag_of = dict(zip(flags, values, strict=True))
+        factors = _factors(bare, added, flag_of)
         if factors is None:
             continue
         scale, *rest = factors
         biases = tuple((var, roles[var], factor) for var, factor in zip(added, rest, strict=True))
-        masks = tuple((var, roles[var], flag) for var, flag in told.items())
+        masks = tuple((var, roles[var], flag) for var, flag in flag_of.items())
         found = replace(bare, scale=scale, biases=biases, masks=masks)
         for rows in sorted((found.rows, *found.each), key=lambda role: -found.true[role]):
             seen = visible(tree, masks, rows, found.keys)
@@ -264,7 +264,7 @@ def _proven(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | N
     return None
 
 
-def _sides(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
+def _sides(tree: BodyTree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | None:
     """Which operand of a product has the keys: weights add up to one along these."""
     (left, right), names = scores.invars, _names(scores)
     if not (isinstance(left, Var) and isinstance(right, Var)) or tree.origin(left) == tree.origin(right):
@@ -300,12 +300,12 @@ def _sides(tree: Tree, made: Var, scores: JaxprEqn, stops: bool) -> Weights | No
 
 
 @dataclass(frozen=True)
-class _Names:
+class _RoleNames:
     sides: tuple[tuple[str, ...], tuple[str, ...]]  # per operand the role of each dim
     sizes: dict[str, int]
 
 
-def _names(scores: JaxprEqn) -> _Names:
+def _names(scores: JaxprEqn) -> _RoleNames:
     """A role for every dim of a product: shared ones `b`, contracted ones `d`, the others `x` and `y`."""
     gone, both = scores.params["dimension_numbers"]
     shapes = [aval_of(atom).shape for atom in scores.invars]
@@ -323,12 +323,12 @@ def _names(scores: JaxprEqn) -> _Names:
         sides.append(tuple(names))
         sizes |= dict(zip(names, shape, strict=True))
     ordered = {role: sizes[role] for role in sorted(sizes)}
-    return _Names((sides[0], sides[1]), ordered)
+    return _RoleNames((sides[0], sides[1]), ordered)
 
 
-def _factors(bare: Weights, added: Sequence[Var], told: Mapping[Var, bool]) -> list[float] | None:
+def _factors(bare: Weights, added: Sequence[Var], flag_of: Mapping[Var, bool]) -> list[float] | None:
     """What logits and biases are multiplied by, where every mask says the same everywhere; None if nothing fits."""
-    probe = bare.probe(1, flags=told)
+    probe = bare.probe(1, flags=flag_of)
     weights = np.broadcast_to(aligned(probe.value(bare.made), bare.order), bare.logits(probe).shape)
     if not np.isfinite(weights).all() or weights.min() <= 0:
         return None

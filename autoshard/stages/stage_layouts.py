@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, Var, constraint_like
 from autoshard.layout import Layout, spec_of
-from autoshard.microbatches.opening import opened
+from autoshard.microbatches.inline_calls import opened
 from autoshard.plans.plan import PlanData
 from autoshard.program import Program
 from autoshard.program.tracing import traced_step
