@@ -66,7 +66,7 @@ class Lifetime:
     is_start: bool = False  # whether it only says where slices begin
 
 
-class Written(NamedTuple):
+class FirstWrite(NamedTuple):
     """When the buffer of a result is first written."""
 
     point: int
@@ -122,13 +122,13 @@ def written_at(group: Group, value: Value) -> int:
     return max(0, point - 1) if is_copy else point
 
 
-def results_written(groups: Sequence[Group]) -> dict[int, Written]:
+def results_written(groups: Sequence[Group]) -> dict[int, FirstWrite]:
     """Value id -> when it is written, if it is a result. Sums that may wait for others delay what is made of them."""
-    found, made_of = dict[int, Written](), dict[int, int]()  # value -> groups of sums, its own among them
+    found, made_of = dict[int, FirstWrite](), dict[int, int]()  # value -> groups of sums, its own among them
     for group in groups:
         before = functools.reduce(operator.or_, (made_of.get(use.value.id, 0) for use in group.uses), 0)
         for value in (made.value for made in group.outputs):
-            found[value.id] = Written(written_at(group, value), before)
+            found[value.id] = FirstWrite(written_at(group, value), before)
             if group.handed_on_at is not None:
                 made_of[value.id] = before | 1 << group.index
     return found

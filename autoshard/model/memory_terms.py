@@ -20,7 +20,7 @@ import numpy as np
 from autoshard.layout import shards
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import FactorDims, Group, Use
-from autoshard.model.lifetimes import Lifetime, Span, Written, around, repeats, use_span
+from autoshard.model.lifetimes import FirstWrite, Lifetime, Span, around, repeats, use_span
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
     are_all_reduced,
@@ -60,8 +60,8 @@ class HeldBytes:
     in_heap: bool = True  # whether it lies among the temporaries, which have gaps
     may_be_on_chip: bool = True  # of temporaries: whether a chip's own memory may hold them instead
     is_one_buffer: bool = True  # of temporaries: whether it is no sum of several
-    written: Written | None = None  # of a result's buffer
-    delays: int = 0  # of a sum that waits for others: the bit of its group, in `Written.made_of`
+    written: FirstWrite | None = None  # of a result's buffer
+    delays: int = 0  # of a sum that waits for others: the bit of its group, in `FirstWrite.made_of`
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class HeldArgument:
     is_copied: bool  # whether it is donated and XLA copies it, since some use may come after what is written over it
     gradient: Group | None  # that makes its gradient: an all_reduce of this saves the copy
     returns: int  # how many results it is, that have buffers of their own
-    replaced: Written | None  # where it is not donated: when what is returned for it is written
+    replaced: FirstWrite | None  # where it is not donated: when what is returned for it is written
     moves: bool  # whether XLA copies it, since it takes another argument's place
     end: int  # the program point past all equations
     nodes: Callable[[Group], int]
@@ -122,7 +122,7 @@ class HeldOutput:
     returned: np.ndarray  # the same if it is a result
     returns: int  # how many results it is that have buffers of their own, in the layout it is left in, all the time
     in_place: bool  # whether it is written into a buffer that is there anyway
-    written: Written  # if it is a result
+    written: FirstWrite  # if it is a result
     points: Mapping[int, int]  # value id -> the point that makes it
     reads: Mapping[int, int]  # value id -> how often it is read, as a result of the program, too
     end: int  # the program point past all equations
@@ -282,7 +282,7 @@ def returned_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A copy for every result that is the argument itself, all the time; it is written when all else is done."""
     if argument.returns:
         whole = (0, argument.end)
-        written = Written(argument.end - 1)
+        written = FirstWrite(argument.end - 1)
         yield HeldBytes(argument.node, whole, argument.at_home * argument.returns, in_heap=False, written=written)
 
 
@@ -463,7 +463,7 @@ def results(output: HeldOutput) -> Iterator[HeldBytes]:
         yield HeldBytes(output.node, whole, output.returned, in_heap=False, written=output.written)
         if output.returns > 1:
             copied = output.returned * (output.returns - 1)
-            yield HeldBytes(output.node, whole, copied, in_heap=False, written=Written(output.end - 1))
+            yield HeldBytes(output.node, whole, copied, in_heap=False, written=FirstWrite(output.end - 1))
 
 
 @of_reads

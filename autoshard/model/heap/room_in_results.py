@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.model.lifetimes import HEAP_OVERHEAD, Written
+from autoshard.model.lifetimes import HEAP_OVERHEAD, FirstWrite
 from autoshard.solver.problem import Live, Problem
 
 BUFFERS_AT_ONCE = 32  # of results, that are looked at together for one that is free: most often the first few are
@@ -49,14 +49,14 @@ class ResultBuffer(NamedTuple):
     """The buffer of a result. It is there all the time."""
 
     live: Live
-    written: Written
+    written: FirstWrite
 
 
 class WaitingSum(NamedTuple):
     """What devices have yet to add up, while it waits for others to be made: XLA reduces all of them together."""
 
     live: Live  # empty under options that do not wait
-    group: int  # its bit in `Written.made_of`
+    group: int  # its bit in `FirstWrite.made_of`
 
 
 @dataclass(frozen=True)
