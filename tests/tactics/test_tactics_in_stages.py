@@ -98,7 +98,9 @@ def test_stages_within_tactics_train_as_one_device_does(tactics, scan):
 def test_what_arguments_are_to_stages_is_what_they_are_to_the_step(monkeypatch):
     asked = []
     known = stage_tactics.tactic_requests
-    monkeypatch.setattr(stage_tactics, "tactic_requests", lambda t, roles, mesh: asked.append(roles) or known(t, roles, mesh))
+    monkeypatch.setattr(
+        stage_tactics, "tactic_requests", lambda t, roles, mesh: asked.append(roles) or known(t, roles, mesh)
+    )
     for name in "unrolled", "scanned":
         step, args = STEPS[name]()
         planned(name, [Megatron("model")])
