@@ -20,6 +20,7 @@ from jax.lax import RandomAlgorithm
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.cpu.narrow_numbers import MOVES_WINDOWS, scatter_copies, window_copies
+from autoshard.model.xla.cpu.pooling import pooling_bytes
 from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
@@ -346,6 +347,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         **dict.fromkeys(SCATTERS, lambda shards: _batched_updates(shards) + scatter_copies(shards)),
         **dict.fromkeys(MOVES_WINDOWS, window_copies),
         "svd": _singular_vectors,
+        "select_and_scatter_add": pooling_bytes,
         "threefry2x32": all_results,
         "top_k": _sorted_on_cpu,
         "triangular_solve": _solved,
