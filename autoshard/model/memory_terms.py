@@ -137,8 +137,9 @@ class HeldOutput:
 
     @property
     def may_be_on_chip(self) -> bool:
-        """Whether the chip's own memory may hold it: what is sorted, numbers, and what loops wait for lie outside."""
-        return not self.least_bytes and self.group.equations[0].primitive != "sort"
+        """Whether the chip's own memory may hold it: numbers, what loops wait for, and what is sorted unread do not."""
+        is_unread = self.lifetime.used is None and not self.returns
+        return not self.least_bytes and not (is_unread and self.group.equations[0].primitive == "sort")
 
     @property
     def may_be_in_results(self) -> bool:
