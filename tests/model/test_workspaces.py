@@ -139,7 +139,7 @@ def test_gradients_of_pooling_hold_positions(name):
 
 
 def test_positions_that_are_left_out_are_caught(monkeypatch):
-    monkeypatch.setattr(pooling, "POSITION_BYTES", 0)
+    monkeypatch.setattr(pooling, "COORDINATE_BYTES", 0)
     for name in ("side by side", "padded", "many"):
         with pytest.raises(AssertionError):
             assert_pool_as_compiled(name)

@@ -16,7 +16,7 @@ from autoshard.program import Value
 if TYPE_CHECKING:
     from autoshard.model.workspaces import ShardBytes
 
-POSITION_BYTES = 4  # of the position of an element along one dim
+COORDINATE_BYTES = 4  # of the position of an element along one dim
 _WIDENED = frozenset({"bfloat16"})  # dtypes of which XLA's CPU backend takes no maximum
 
 
@@ -30,7 +30,7 @@ def pooling_bytes(shards: ShardBytes) -> float:
     width = 4 if is_widened else operand.dtype.itemsize
     elements = shards.operands[1] / operand.dtype.itemsize * padded / math.prod(operand.shape)
     made = shards.operands[0] / source.dtype.itemsize
-    positions = POSITION_BYTES * len(operand.shape)
+    positions = COORDINATE_BYTES * len(operand.shape)
     apart = 2 * width if is_widened or padded > math.prod(operand.shape) else 0
     stored = shards.operands[1] if apart and _is_made(operand) else 0.0  # instead of which its copy is
     return elements * (positions + apart) - stored + made * (positions + width * (2 - _is_made(source)))
