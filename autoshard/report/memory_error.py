@@ -61,8 +61,9 @@ def memory_error(
     def needed() -> float:
         return error.needed if math.isinf(error.needed) else math.ceil(error.needed)
 
-    figures = {"budget": error.limit, "needed": needed, "least": error.least}
-    return MemoryLimitError(message, **figures, largest=largest, leanest=leanest)
+    return MemoryLimitError(
+        message, budget=error.limit, needed=needed, least=error.least, largest=largest, leanest=leanest
+    )
 
 
 def _listed(steps: Sequence[str]) -> str:
