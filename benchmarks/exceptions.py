@@ -10,6 +10,7 @@ import fnmatch
 FIRST_LATENCY = 1e-5  # s; what estimates of GPU programs have at least that wait for a collective of a few bytes
 
 NOT_READ = "not looked into; likely: "
+_FROM_THE_START = "XLA for CPU runs first what waits for the least, and holds what it gathers of a batch from the start"
 
 KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar) -> why predictions are off
     ("* check *", "collectives"): "XLA drops what is only checked; the plan gathers it",
@@ -25,7 +26,7 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
     ("* get *", "seconds"): "a reference is copied when it is made, unless XLA sees that nobody writes to it",
     ("* compute_on *", "*"): "what a host computes goes through buffers that no row of facts has",
     ("* name *", "*"): "a number that only has a name is copied",
-    ("* platform_index *", "seconds"): "XLA knows the number, and folds what is made of it",
+    ("* platform_index *", "seconds"): "what the branch of the platform makes is one operation with what reads it",
     ("v5e:2x4 eigh *", "peak"): "complex matrices are rotated in a loop, some of whose parts lie outside the chip",
     ("v5e:2x4 recurrence *", "seconds"): "a product that is the same in every turn runs once, before the loop",
     ("* sin *", "peak"): "of one value that is returned twice XLA makes a second buffer",
@@ -51,6 +52,14 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
     ("* graph messages *", "*"): "rows that are gathered and scattered at once are stored once",
     ("cpu approx_top_k *", "peak"): "XLA sorts small operands in place",
     ("cpu attention *", "peak"): "XLA's YNN kernel for attention stores no scores",
+    (
+        "cpu bc[os]* batch*",
+        "peak",
+    ): _FROM_THE_START,
+    (
+        "cpu todense batch*",
+        "peak",
+    ): _FROM_THE_START,
     ("* bc[os]*", "peak"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
     ("* bc[os]*", "limit"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
     (
@@ -58,7 +67,7 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
         "peak",
     ): "a result that only repeats a number is made in the layout of an argument",
     ("cpu graph messages *", "peak"): "rows that are gathered and scattered at once are stored once",
-    ("* platform_index *", "peak"): "XLA knows the number, and folds what is made of it",
+    ("* platform_index *", "peak"): "what the branch of the platform makes is one operation with what reads it",
     ("v5e:2x4 cum* gradient", "peak"): "slices of one element are temporaries of 16 KiB each",
     ("v5e:2x4 [gl]e *", "peak"): "the parts of complex numbers are temporaries of 16 KiB each",
     ("v5e:2x4 cond*", "seconds"): "a batch of conditions computes all branches, in more operations",

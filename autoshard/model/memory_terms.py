@@ -41,7 +41,7 @@ from autoshard.model.workspaces import (
     numbers_of,
     workspace_bytes,
 )
-from autoshard.model.xla.convolutions import image_dims_of, scratch_copies
+from autoshard.model.xla.convolutions import image_dims_of
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.units.scalar_unit import numbers_of_value
@@ -140,8 +140,9 @@ class HeldOutput:
 
     @property
     def may_be_on_chip(self) -> bool:
-        """Whether the chip's own memory may hold it: what is sorted, numbers, and what loops wait for lie outside."""
-        return not self.least_bytes and self.group.equations[0].primitive != "sort"
+        """Whether the chip's own memory may hold it: numbers, what loops wait for, and what is sorted unread do not."""
+        is_unread = self.lifetime.used is None and not self.returns
+        return not self.least_bytes and not (is_unread and self.group.equations[0].primitive == "sort")
 
     @property
     def may_be_in_results(self) -> bool:
@@ -393,8 +394,6 @@ def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
 def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
     """What an operation takes beside its operands and results, while it runs."""
     group, span = output.group, (output.group.point, output.group.point + 1)
-    if output.prices.backend.transposes_operands and (count := scratch_copies(group)):
-        yield HeldBytes(output.node, span, output.left * count)
     if output.is_first:
         name = output.prices.backend.name
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]

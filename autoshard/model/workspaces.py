@@ -20,6 +20,7 @@ from jax.lax import RandomAlgorithm
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.cpu.narrow_numbers import MOVES_WINDOWS, scatter_copies, window_copies
+from autoshard.model.xla.cpu.pooling import pooling_bytes
 from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
@@ -268,10 +269,6 @@ def _sorted_on_cpu(shards: ShardBytes) -> float:
     return 0.0 if is_called else _sorted(shards) * (4 / 3 if dtype == jnp.bfloat16 else 1)
 
 
-def _sorted_on_gpu(shards: ShardBytes) -> float:
-    return 0.0 if is_kept_by_kernel(shards.equation) else _sorted(shards)
-
-
 def _best_positions(shards: ShardBytes) -> float:
     """Of a gradient of pooling: the best element of each window, and where it lies, one position per dim."""
     source, rank = shards.operands[0], len(shards.equation.inputs[0].shape)
@@ -318,11 +315,13 @@ def _sorted_positions(shards: ShardBytes) -> float:
 
 
 def _sorted_elements(shards: ShardBytes) -> float:
-    """Of a stable sort on TPU: what is sorted lies outside the chip once more, unless nothing reads it afterwards."""
+    """Of a stable sort on TPU: positions of 32 bits. As all that is sorted and not read, they lie outside the chip."""
     if not shards.equation.params["is_stable"]:
         return 0.0
-    least = max(0.0, _LEAST_TEMPORARY_BYTES - shards.operands[0])
-    return least if 0.0 in shards.results else copied(shards) + least
+    if not all(shards.results):
+        return max(0.0, _LEAST_TEMPORARY_BYTES - shards.operands[0])
+    elements = shards.operands[0] / shards.equation.inputs[0].dtype.itemsize
+    return max(_LEAST_TEMPORARY_BYTES, elements * POSITION_BYTES)
 
 
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
@@ -346,13 +345,16 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         **dict.fromkeys(SCATTERS, lambda shards: _batched_updates(shards) + scatter_copies(shards)),
         **dict.fromkeys(MOVES_WINDOWS, window_copies),
         "svd": _singular_vectors,
+        "select_and_scatter_add": pooling_bytes,
         "threefry2x32": all_results,
         "top_k": _sorted_on_cpu,
         "triangular_solve": _solved,
         "tridiagonal_solve": lambda shards: 2 * shards.whole,
     },
     "gpu": {
-        "approx_top_k": _sorted_on_gpu,
+        **dict.fromkeys(
+            ("approx_top_k", "top_k"), lambda shards: _sorted(shards) * (not is_kept_by_kernel(shards.equation))
+        ),
         "cholesky": _factored_in_place,
         "conv_general_dilated": _images_in_order,
         "eigh": lambda shards: shards.operands[0] * shards.kept[0],
@@ -369,7 +371,6 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "select_and_scatter_add": _best_positions,
         "sort": _sorted_positions,
         "svd": _singular_vectors_on_gpu,
-        "top_k": _sorted_on_gpu,
         "triangular_solve": _solved_in_place,
         "tridiagonal_solve": all_results,
     },
@@ -431,7 +432,7 @@ def _is_one_matrix(value: Value | np.ndarray) -> bool:
 
 def is_outside_chip(backend: str, primitive: str) -> bool:
     """Whether what an operation works with lies outside a chip's own memory, wherever its results do."""
-    return backend == "tpu" and primitive in ("compute_on", "lu")
+    return backend == "tpu" and primitive in ("compute_on", "lu", "sort")
 
 
 def known_keys(group: Group) -> set[int]:

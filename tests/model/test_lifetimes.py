@@ -13,7 +13,6 @@ from autoshard.model.groups import Group
 from autoshard.model.heap import result_places
 from autoshard.model.heap.result_places import aliased, copied_when_donated
 from autoshard.model.lifetimes import holding, repeats, use_span
-from autoshard.model.xla.convolutions import scratch_copies
 from autoshard.model.xla.products import transposes
 from autoshard.program import Program, Value
 from autoshard.propagation import rules_for
@@ -164,19 +163,6 @@ def test_repeated_operands(case):
     fn, args, expected = REPEATS[case]
     groups = grouping(fn, *args)[1]
     assert [use.value.name for group in groups for use in repeats(group)] == expected
-
-
-@pytest.mark.parametrize("dtype, copies", [("float32", 5), ("bfloat16", 16)])
-def test_scratch_of_max_pooling(dtype, copies):
-    """An index of 32 bits per dim, and the values, which are widened."""
-
-    def pooled(x):
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum()
-
-    _, groups = grouping(jax.grad(pooled), jax.ShapeDtypeStruct((2, 8, 8, 3), dtype))
-    scratch = {group.equations[0].primitive: scratch_copies(group) for group in groups}
-    assert scratch.pop("select_and_scatter_add") == copies
-    assert not any(scratch.values())
 
 
 # Donated arguments.

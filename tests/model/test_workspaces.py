@@ -15,7 +15,7 @@ from autoshard.model import formulating, workspaces
 from autoshard.model.heap.room_in_results import RoomInResults
 from autoshard.model.xla import fusion
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.model.xla.cpu import narrow_numbers, reductions
+from autoshard.model.xla.cpu import narrow_numbers, pooling, reductions
 from autoshard.program import trace
 from autoshard.propagation import rules_for
 
@@ -105,6 +105,44 @@ def test_copies_of_narrow_numbers_that_are_left_out_are_caught(monkeypatch):
     for name in ("windows", "running maxima", "scattered"):
         with pytest.raises(AssertionError):
             assert_narrow_as_compiled(name, jnp.bfloat16)
+
+
+def pooled(width, stride, padding, made=lambda x: x):
+    """The gradient of a maximum over windows."""
+
+    def loss_of(x):
+        sizes = (1, width, width, 1), (1, stride, stride, 1)
+        return (jax.lax.reduce_window(made(x), -jnp.inf, jax.lax.max, *sizes, padding).astype(np.float32) ** 2).sum()
+
+    return jax.grad(loss_of)
+
+
+POOLS = {
+    "side by side": (pooled(2, 2, "VALID"), np.float32),
+    "of what is computed": (pooled(2, 2, "VALID", jnp.sin), np.float32),
+    "padded": (pooled(3, 2, "SAME"), np.float32),
+    "padded, of what is computed": (pooled(3, 2, "SAME", jnp.sin), np.float32),
+    "many": (pooled(3, 1, "SAME"), np.float32),
+    "of 16 bits": (pooled(2, 2, "VALID"), np.float16),
+    "widened": (pooled(2, 2, "VALID"), jnp.bfloat16),
+}
+
+
+def assert_pool_as_compiled(name):
+    function, dtype = POOLS[name]
+    assert_peak_as_compiled(function, jax.ShapeDtypeStruct((64, 32, 32, 16), dtype), rel=0.12, fixed={"*": P("x")})
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_gradients_of_pooling_hold_positions(name):
+    assert_pool_as_compiled(name)
+
+
+def test_positions_that_are_left_out_are_caught(monkeypatch):
+    monkeypatch.setattr(pooling, "COORDINATE_BYTES", 0)
+    for name in ("side by side", "padded", "many"):
+        with pytest.raises(AssertionError):
+            assert_pool_as_compiled(name)
 
 
 MOVES = {

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import Group, Use, reads_images
-from autoshard.program import Equation, Program, dtype_name
+from autoshard.program import Equation, Program
 
 _IMAGES = 8  # that lie together in a tile
 _LONE_IMAGES = 128  # images of one feature that lie side by side
@@ -128,19 +128,3 @@ def image_dims_of(use: Use) -> ImageDims | None:
     if not reads_images(use) or not use.value.from_outside:
         return None
     return use.equation.params["dimension_numbers"].lhs_spec[:2]
-
-
-def scratch_copies(group: Group) -> int:
-    """How many times its result a group takes beside its operands and results, while it runs.
-
-    XLA's CPU backend turns `select_and_scatter_add`, the gradient of max-pooling, into a reduce_window that carries an
-    index of 32 bits per dim, and a scatter. Narrower numbers are widened beside that.
-    """
-    made = group.outputs[0].value if group.outputs else None
-    if made is None or group.equations[0].primitive != "select_and_scatter_add":
-        return 0
-    widens = max(1, 4 // made.itemsize)
-    return (len(made.shape) + 1 + _WIDENED_POOLS.get(dtype_name(made.dtype), 0)) * widens
-
-
-_WIDENED_POOLS = {"float16": 1, "bfloat16": 3}  # results of 32 bits; by programs compiled for 8 devices

@@ -1,5 +1,7 @@
 """Temporaries that fill a TPU's own memory: the rest lies in the memory that arrays come from, as libtpu says."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -43,3 +45,27 @@ def test_what_the_chip_holds(name):
     mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
     placed = autoshard.evaluate(loop, *shapes, in_shardings=(P(), P()), out_shardings=P(), mesh=mesh, topology=machine)
     assert placed.predicted.peak_bytes == pytest.approx(peak_bytes(program), rel=0.2)
+
+
+def product_of_sorted(x, y, **how):
+    keys, others = jax.lax.sort((x, y), num_keys=1, **how)
+    return keys * others
+
+
+ROWS = array(2048, 8, 16)
+SORTED = {  # steps whose sorts hold positions outside the chip, or nothing
+    "one": (lambda x: jnp.sort(x) * 2, (ROWS,)),
+    "positions": (lambda x: jnp.argsort(x) + 1, (ROWS,)),
+    "two": (product_of_sorted, (ROWS, ROWS)),
+    "two, in any order": (functools.partial(product_of_sorted, is_stable=False), (ROWS, ROWS)),
+    "gradient": (jax.grad(lambda x: (jnp.sort(x) ** 3).sum()), (ROWS,)),
+}
+
+
+@pytest.mark.parametrize("name", SORTED)
+def test_of_what_is_sorted_the_unread_lies_outside(name):
+    function, shapes = SORTED[name]
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    made = autoshard.plan(function, *shapes, mesh=mesh, topology="v5e:2x4", fixed={"*": P("x")})
+    found = made.verify("v5e:2x4")
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.1)

@@ -1,0 +1,41 @@
+"""Gradients of max-pooling on CPU: XLA makes a reduce_window that carries positions, and a scatter.
+
+The window goes over the operand and one array of positions per dim, and makes as many arrays of the source's size. The
+scatter reads the source and the positions, and writes into zeros. Where the operand is padded, or its numbers are
+widened, the operand and the zeros are arrays of their own. Source: programs compiled for CPU devices.
+`tests/model/test_workspaces.py` compiles some.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from autoshard.program import Value
+
+if TYPE_CHECKING:
+    from autoshard.model.workspaces import ShardBytes
+
+COORDINATE_BYTES = 4  # of the position of an element along one dim
+_WIDENED = frozenset({"bfloat16"})  # dtypes of which XLA's CPU backend takes no maximum
+
+
+def pooling_bytes(shards: ShardBytes) -> float:
+    """Bytes that a `select_and_scatter_add` holds beside its operands and its result."""
+    equation = shards.equation
+    source, operand = equation.inputs
+    padding = equation.params["padding"]
+    padded = math.prod(size + low + high for size, (low, high) in zip(operand.shape, padding, strict=True))
+    is_widened = str(operand.dtype) in _WIDENED
+    width = 4 if is_widened else operand.dtype.itemsize
+    elements = shards.operands[1] / operand.dtype.itemsize * padded / math.prod(operand.shape)
+    made = shards.operands[0] / source.dtype.itemsize
+    positions = COORDINATE_BYTES * len(operand.shape)
+    apart = 2 * width if is_widened or padded > math.prod(operand.shape) else 0
+    stored = shards.operands[1] if apart and _is_made(operand) else 0.0  # instead of which its copy is
+    return elements * (positions + apart) - stored + made * (positions + width * (2 - _is_made(source)))
+
+
+def _is_made(value: object) -> bool:
+    """Whether an operand is computed: XLA stores it as it is copied."""
+    return isinstance(value, Value) and not value.from_outside
