@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental.hijax import HiType, register_hitype
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import mesh_of, slow_chips, v5e
@@ -710,6 +711,24 @@ def swapped(state):
 
 
 AB = {"a": np.ones(8), "b": np.ones(8)}
+ELSEWHERE = jax.new_ref(jnp.ones(8))
+
+
+class Pair(HiType):
+    """A type of the user's own, of two arrays."""
+
+    def __hash__(self):
+        return hash(Pair)
+
+    def __eq__(self, other):
+        return isinstance(other, Pair)
+
+
+class PairOfArrays:
+    pass
+
+
+register_hitype(PairOfArrays, lambda _: Pair())
 # Each: options of the decorator, function, its arguments, the error, and what it says.
 BAD_CALLS = {
     "no such path": ({"fixed": {"embed": P("x")}}, step, (WEIGHTS, BATCH), ConflictError,
@@ -737,6 +756,9 @@ BAD_CALLS = {
         "config is dict_items("),
     "a reference to an array": ({}, lambda r: r[...], (jax.new_ref(jnp.ones(8)),), ArgumentError,
         "what changes under the step has no layout that a plan could keep.\nPass the array"),
+    "a type of the user's own": ({}, lambda x: x, (PairOfArrays(),), ArgumentError, "which is no array.\nMake its"),
+    "a reference elsewhere": ({}, lambda x: x + ELSEWHERE[...], (jnp.ones(8),), MeshError,
+        "closes over Ref([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32) on devices [0].\nMake it there: jax.new_ref"),
     "an unhashable static argument": ({"static_argnums": 0}, lambda n: n, ([1],), ArgumentError,
         "static arguments must be hashable, as for jax.jit: unhashable type: 'list'"),
 }  # fmt: skip

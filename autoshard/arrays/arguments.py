@@ -22,6 +22,7 @@ from autoshard.program.signature import static_places
 # Shape, dtype, whether weakly typed, whether in host memory, the sharding in a type of explicit mode. A token has no
 # shape; its type is its abstract value.
 ArrayType = tuple[tuple[int, ...], Any, bool, bool, NamedSharding | None] | Any
+_ARRAY_TYPES = jax.core.ShapedArray, jax.ShapeDtypeStruct
 _TypedArray = tuple[tuple[int, ...], Any, bool, bool, NamedSharding]
 
 
@@ -29,7 +30,7 @@ def type_of(leaf: Any) -> ArrayType:
     """The facts that a compiled step depends on: of an array, NumPy array, Python number, ShapeDtypeStruct or token.
 
     Raises:
-        TypeError: the leaf is none of them, or a reference to an array.
+        TypeError: the leaf is none of them, a reference to an array, or of a type of the user's own.
 
     >>> type_of(1.0), type_of(jax.numpy.zeros(3))
     (((), dtype('float32'), True, False, None), ((3,), dtype('float32'), False, False, None))
@@ -40,10 +41,17 @@ def type_of(leaf: Any) -> ArrayType:
         aval = leaf.aval
     else:
         aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    if not hasattr(aval, "shape"):
-        return aval
+    if not isinstance(aval, _ARRAY_TYPES):
+        if aval == _token_type():
+            return aval
+        raise TypeError(f"{aval} is a type of the user's own, whose parts have no layout in a plan")
     memory_kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     return aval.shape, aval.dtype, aval.weak_type, memory_kind == HOST, _typed(aval)
+
+
+@functools.cache
+def _token_type() -> Any:
+    return jax.typeof(jax.lax.create_token())
 
 
 def _typed(aval: Any) -> NamedSharding | None:

@@ -162,6 +162,12 @@ def _elsewhere(program: Program, mesh: Mesh | AbstractMesh, error: ValueError) -
     if named:
         lines = ", ".join(f"at {line} puts arrays on devices {ids}" for line, ids in named.items())
         return f"{program.name} runs {where}, but {lines}.\nLeave the device out there: the plan says where arrays lie."
+    for ref in (constant for constant in program.jaxpr.consts if isinstance(constant, jax.Ref)):
+        if (devices := sorted(device.id for device in ref.sharding.device_set)) != ours:
+            return (
+                f"{program.name} runs {where}, but closes over {ref!r} on devices {devices}.\n"
+                "Make it there: jax.new_ref(jax.device_put(array, NamedSharding(mesh, PartitionSpec())))."
+            )
     context = jax.sharding.get_mesh()
     if not context.empty and {device.id for device in context.devices.flat} != set(ours):
         return (
