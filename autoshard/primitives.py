@@ -56,7 +56,7 @@ def facts_of(primitive: str) -> PrimitiveFacts:
     """The row of a primitive.
 
     >>> facts_of("reshape").is_view, facts_of("my_own").work
-    (True, <Work.UNKNOWN: 3>)
+    (True, <FlopRule.UNKNOWN: 3>)
     """
     return PRIMITIVES.get(primitive, _UNKNOWN)
 
@@ -73,7 +73,7 @@ def applies_function(primitive: str, params: Mapping[str, Any]) -> bool:
 def primitives_where(fact: Callable[[PrimitiveFacts], bool]) -> frozenset[str]:
     """The primitives of which a fact holds.
 
-    >>> sorted(primitives_where(lambda facts: facts.work is Work.CONTRACTION))
+    >>> sorted(primitives_where(lambda facts: facts.work is FlopRule.CONTRACTION))
     ['conv_general_dilated', 'dot_general', 'ragged_dot_general']
     """
     return frozenset(primitive for primitive, facts in PRIMITIVES.items() if fact(facts))

@@ -223,7 +223,7 @@ def unplanned_placements(leaves: Sequence[Any], plan: PlanData) -> dict[int, Any
 def current_sharding(leaf: Any) -> Any:
     """The sharding of an array; of what lies on no device its type.
 
-    >>> place_of(np.zeros(3))
+    >>> current_sharding(np.zeros(3))
     <class 'numpy.ndarray'>
     """
     return getattr(leaf, "sharding", type(leaf))

@@ -49,7 +49,7 @@ def maxtext_rules(plan: PlanData, program: Program | None) -> str:
     axes = logical_axes(plan, program)
     rules = [f"  - {json.dumps([name, list(split)])}" for name, split in axes.rules.items()]
     lines = [
-        f"# How {plan.name} is sharded over the mesh {dict(plan.mesh.shape)}. FirstWrite by autoshard.",
+        f"# How {plan.name} is sharded over the mesh {dict(plan.mesh.shape)}. Written by autoshard.",
         f"mesh_axes: {json.dumps(list(plan.mesh.axis_names))}",
         f"ici_parallelism: {json.dumps(list(plan.mesh.shape.values()))}",
         "logical_axis_rules:",

@@ -306,7 +306,7 @@ def _docstring(
     step = "step" if table is None else "constrained(step, mesh)"
     given = [f"{one.name}(mesh)" if one.expression is not None else f"{one.name}(mesh, {one.example})" for one in trees]
     lines = [
-        f"How {plan.name} is sharded over the mesh {mesh}. FirstWrite by autoshard {_version()}, needed no more.",
+        f"How {plan.name} is sharded over the mesh {mesh}. Written by autoshard {_version()}, needed no more.",
         "",
     ]
     if wraps:

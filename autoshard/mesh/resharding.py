@@ -52,7 +52,7 @@ def reshard(
 
     >>> mesh = {"x": 4, "y": 2}
     >>> reshard((16, 24), 4, (("x",), ()), ((), ("x",)), mesh)
-    (Step(kind='all_to_all', axes=('x',), bytes=384),)
+    (ReshardingStep(kind='all_to_all', axes=('x',), bytes=384),)
     >>> reshard((16, 24), 4, ((), ()), ((), ("x",)), mesh)
     ()
     """

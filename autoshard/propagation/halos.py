@@ -3,7 +3,7 @@
 A window that moves over a dim reads a few rows beyond the shard of each device. So does what shifts a dim. A `Reach`
 says which rows, in a way that holds for any number of devices. `hops` says which collective_permutes bring them.
 
->>> rows = Rows(dim=0, factor="i", before=1, after=1, first=0, last=32)
+>>> rows = HaloRows(dim=0, factor="i", before=1, after=1, first=0, last=32)
 >>> for hop in hops(rows, size=32, pieces=4):
 ...     print(hop)
 Hop(start=7, stop=8, pairs=((0, 1), (1, 2), (2, 3)), at=0)
@@ -207,9 +207,9 @@ def window_rows(
         moves: positions of the window, if it is the window that is split.
 
     >>> window_rows(0, "i", 64, window=3, padding=1)
-    Rows(dim=0, factor='i', before=1, after=1, first=0, last=64, wraps=False, padding=(0, 0))
+    HaloRows(dim=0, factor='i', before=1, after=1, first=0, last=64, wraps=False, padding=(0, 0))
     >>> window_rows(0, "i", 64, window=2, padding=0, stride=2)
-    Rows(dim=0, factor='i', before=0, after=0, first=0, last=64, wraps=False, padding=(0, 0))
+    HaloRows(dim=0, factor='i', before=0, after=0, first=0, last=64, wraps=False, padding=(0, 0))
     """
     beyond = (window - 1) * dilation - stride if moves is None else (moves - 1) * stride - dilation
     beyond -= padding

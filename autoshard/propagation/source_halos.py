@@ -4,12 +4,12 @@ A stencil of high order reads a source at many places along a dim, all of which 
 hull, and each place is a slice of it. Along several dims, hulls are brought one after the other. The hull of a later
 dim holds those of earlier dims only if some place lies beyond the shard along both, as a corner does.
 
->>> star = [SourceRead(0, (Place(o, 0, 64), Place(0, 0, 64))) for o in (-2, -1, 1, 2)]
->>> star += [SourceRead(0, (Place(0, 0, 64), Place(o, 0, 64))) for o in (-1, 1)]
+>>> star = [SourceRead(0, (RowOffset(o, 0, 64), RowOffset(0, 0, 64))) for o in (-2, -1, 1, 2)]
+>>> star += [SourceRead(0, (RowOffset(0, 0, 64), RowOffset(o, 0, 64))) for o in (-1, 1)]
 >>> halos = SourceHalos(star, [(True, True)])
 >>> [(rows.before, rows.after) for dim in (0, 1) for rows in halos.hulls(0, dim)]
 [(2, 2), (1, 1)]
->>> corner = SourceRead(0, (Place(1, 0, 64), Place(1, 0, 64)))
+>>> corner = SourceRead(0, (RowOffset(1, 0, 64), RowOffset(1, 0, 64)))
 >>> [(rows.dim, rows.before) for rows in SourceHalos([*star, corner], [(True, True)]).hulls(0, 1)]
 [(0, 2), (1, 1)]
 """
@@ -91,7 +91,7 @@ def shared_reads(reads: Mapping[int, Sequence[tuple[Hashable, Sequence[Places]]]
     Args:
         reads: stencil -> per source what it is, and the places at which it is read. What is equal is one source.
 
-    >>> near, further, far = ((Place(by, 0, 64),) for by in (1, 2, 40))
+    >>> near, further, far = ((RowOffset(by, 0, 64),) for by in (1, 2, 40))
     >>> found = shared_reads({3: [("u", [near])], 5: [("u", [further])], 7: [("u", [far])]})
     >>> [len(one) for one in found[3]], found[3] == found[5], found[7]
     ([2], True, ((),))

@@ -45,7 +45,7 @@ class RaggedRows(NamedTuple):
     def split(self) -> list[np.ndarray]:
         """The rows, as views.
 
-        >>> Rows(np.array([1, 2, 3]), np.array([2, 1])).split()
+        >>> RaggedRows(np.array([1, 2, 3]), np.array([2, 1])).split()
         [array([1, 2]), array([3])]
         """
         offsets = self.offsets.tolist()
@@ -189,7 +189,7 @@ def _scan(text: bytes) -> RaggedRows | None:
     r"""The rows that a text like ``1,2],[3`` lists; None if there is anything but whole numbers in them.
 
     >>> _scan(b"1,2],[3")
-    Rows(values=array([1, 2, 3]), lengths=array([2, 1]))
+    RaggedRows(values=array([1, 2, 3]), lengths=array([2, 1]))
     """
     rows = text.translate(None, b"-0123456789").split(b"],[")
     if any(row.strip(b",") for row in set(rows)):
@@ -304,7 +304,7 @@ def rows_of(arrays: Sequence[np.ndarray], dtype: type) -> RaggedRows:
     """Arrays as rows.
 
     >>> rows_of([np.array([[1, 2], [3, 4]]), np.array([5])], np.float64)
-    Rows(values=array([1., 2., 3., 4., 5.]), lengths=array([4, 1]))
+    RaggedRows(values=array([1., 2., 3., 4., 5.]), lengths=array([4, 1]))
     """
     lengths = np.fromiter((array.size for array in arrays), np.int64, len(arrays))
     return RaggedRows(np.concatenate([np.zeros(0, dtype), *(array.ravel() for array in arrays)]), lengths)

@@ -32,8 +32,8 @@ class Payload(enum.Enum):
 class AllowedSplit:
     """Along which dims an axis may split groups of one kind.
 
-    >>> Split(Dim.BATCH)
-    Split(dims=<Dim.BATCH: 1>, is_required=True)
+    >>> AllowedSplit(Dim.BATCH)
+    AllowedSplit(dims=<Dim.BATCH: 1>, is_required=True)
     """
 
     dims: Dim | None  # None: along any

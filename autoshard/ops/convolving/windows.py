@@ -4,8 +4,8 @@ Devices share out the positions of the window evenly, the last of them positions
 multiples of anything. A device reads `count` rows from `first + index * step` on, and pads what it has read by
 `padding`. These are the same on every device, which a program for all of them needs.
 
->>> of_positions(Moves(size=64, window=3, positions=62, stride=1, padding=0, spread=1, dilation=1), 8)
-Share(positions=8, first=0, step=8, count=10, padding=(0, 0))
+>>> of_positions(WindowMoves(size=64, window=3, positions=62, stride=1, padding=0, spread=1, dilation=1), 8)
+PositionShare(positions=8, first=0, step=8, count=10, padding=(0, 0))
 """
 
 from __future__ import annotations
