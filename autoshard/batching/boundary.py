@@ -1,7 +1,7 @@
 """The boundary around what nobody asks for, as stacks of matrices: no fault in it stops a step.
 
 Whatever goes wrong on the way is logged at WARNING with its traceback, and the step is planned as it is written. Tests
-set `RAISES`, so that they see such faults.
+set `RAISES_ERRORS`, so that they see such faults.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def source_side(edges: Mapping[tuple[Hashable, Hashable], float], *, is_largest:
         is_largest: whether of several such sets the largest is wanted, or the smallest.
 
     Returns:
-        The nodes, and whether the cut goes through no edge of capacity `NEVER`.
+        The nodes, and whether the cut goes through no edge of capacity `UNCUTTABLE`.
 
     >>> sorted(source_side({(SOURCE, "a"): 3, ("a", "b"): 1, ("b", SINK): 1}, is_largest=True)[0])
     ['a', 'b', 'source']
