@@ -711,7 +711,7 @@ def swapped(state):
 
 
 AB = {"a": np.ones(8), "b": np.ones(8)}
-ELSEWHERE = jax.new_ref(jnp.ones(8))
+REFERENCE = jax.new_ref(jnp.ones(8))
 
 
 class Pair(HiType):
@@ -757,7 +757,7 @@ BAD_CALLS = {
     "a reference to an array": ({}, lambda r: r[...], (jax.new_ref(jnp.ones(8)),), ArgumentError,
         "what changes under the step has no layout that a plan could keep.\nPass the array"),
     "a type of the user's own": ({}, lambda x: x, (PairOfArrays(),), ArgumentError, "which is no array.\nMake its"),
-    "a reference elsewhere": ({}, lambda x: x + ELSEWHERE[...], (jnp.ones(8),), MeshError,
+    "a reference elsewhere": ({}, lambda x: x + REFERENCE[...], (jnp.ones(8),), MeshError,
         "closes over Ref([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32) on devices [0].\nMake it there: jax.new_ref"),
     "an unhashable static argument": ({"static_argnums": 0}, lambda n: n, ([1],), ArgumentError,
         "static arguments must be hashable, as for jax.jit: unhashable type: 'list'"),
