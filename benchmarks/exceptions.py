@@ -52,14 +52,8 @@ KNOWN: dict[tuple[str, str], str] = {  # (pattern of "machine family form", bar)
     ("* graph messages *", "*"): "rows that are gathered and scattered at once are stored once",
     ("cpu approx_top_k *", "peak"): "XLA sorts small operands in place",
     ("cpu attention *", "peak"): "XLA's YNN kernel for attention stores no scores",
-    (
-        "cpu bc[os]* batch*",
-        "peak",
-    ): _FROM_THE_START,
-    (
-        "cpu todense batch*",
-        "peak",
-    ): _FROM_THE_START,
+    ("cpu bc[os]* batch*", "peak"): _FROM_THE_START,
+    ("cpu todense batch*", "peak"): _FROM_THE_START,
     ("* bc[os]*", "peak"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
     ("* bc[os]*", "limit"): "searches and scatters of sparse rows hold copies and numbers without a row of facts",
     (

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 
 from autoshard.program import Equation, Value, dtype_name, is_number
+
+
+def is_computed(operand: Value | np.ndarray) -> TypeGuard[Value]:
+    """Whether an equation makes an operand: it is neither a number of the program nor an argument."""
+    return isinstance(operand, Value) and not operand.from_outside
 
 
 def is_matrix_product(equation: Equation) -> bool:

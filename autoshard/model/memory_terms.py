@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -160,6 +159,11 @@ class HeldOutput:
         decides = self.lifetime.used is None and self.value.trips > 1  # whether a loop begins is a number, too
         is_carried = self.group.equations[0].primitive == "scan_carry"
         return self.prices.backend.number_bytes * (numbers_of_value(self.value, is_carried=is_carried) + decides)
+
+    def held(self, node: int, span: Span, usage: np.ndarray) -> HeldBytes:
+        """Bytes of the value itself, as a temporary."""
+        is_one_buffer = self.may_be_in_results
+        return HeldBytes(node, span, usage, may_be_on_chip=self.may_be_on_chip, is_one_buffer=is_one_buffer)
 
     @cached_property
     def unfinished(self) -> np.ndarray:
@@ -371,8 +375,7 @@ def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
     """The value as it is made, until it is first used."""
     if output.lifetime.made and not output.has_buffer:
         usage = np.maximum(output.left, output.least_bytes) * ~output.waits
-        where: dict[str, Any] = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
-        yield HeldBytes(output.node, output.lifetime.made, usage, **where)
+        yield output.held(output.node, output.lifetime.made, usage)
 
 
 @of_outputs
@@ -494,5 +497,4 @@ def read_values(read: ReadValue) -> Iterator[HeldBytes]:
     output, (start, end) = read.made, read.used
     if output.is_stored:
         span, usage = (start, end - read.is_overwritten), np.maximum(read.sizes, output.least_bytes)
-        where: dict[str, Any] = {"may_be_on_chip": output.may_be_on_chip, "is_one_buffer": output.may_be_in_results}
-        yield HeldBytes(read.holder, span, usage, **where)
+        yield output.held(read.holder, span, usage)

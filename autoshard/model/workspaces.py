@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import RandomAlgorithm
 
+from autoshard.model.equations import is_computed
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.cpu.narrow_numbers import MOVES_WINDOWS, scatter_copies, window_copies
@@ -83,7 +84,7 @@ def has_workspace(backend: str, primitive: str) -> bool:
 def copied(shards: ShardBytes, operand: int = 0) -> float:
     """A library works in place: on a copy of an argument, and on what is computed anyhow."""
     value = shards.equation.inputs[operand]
-    return 0.0 if isinstance(value, Value) and not value.from_outside else shards.operands[operand]
+    return 0.0 if is_computed(value) else shards.operands[operand]
 
 
 def copied_and_results(shards: ShardBytes) -> float:
@@ -188,7 +189,7 @@ def _widened_product(shards: ShardBytes) -> float:
 
     equation = shards.equation
     copies = [widened(value, size) for value, size in zip(equation.inputs, shards.operands, strict=True)]
-    inside = [isinstance(value, Value) and not value.from_outside for value in equation.inputs]
+    inside = [is_computed(value) for value in equation.inputs]
     instead = (size for size, copy, made in zip(shards.operands, copies, inside, strict=True) if made and copy)
     return sum(copies) - sum(instead) + widened(equation.outputs[0], shards.whole)
 

@@ -127,14 +127,10 @@ class LoopPair(Residuals):
     def forward_pass(self) -> ForwardPass:
         """What can be chosen, for all turns together."""
         place = {var: i for i, var in enumerate(self.values)}
-        makers: list[int | None] = [None] * len(self.values)
-        for e, eqn in enumerate(self.forward):
-            for var in eqn.outvars:
-                makers[place[var]] = e
         turns = self.first.length
         return ForwardPass(
             bytes=tuple(0 if var in self.stacked_anyhow else turns * array_bytes(var.aval) for var in self.values),
-            makers=tuple(makers),
+            makers=tuple(self.makers(self.forward)),
             reads=tuple(tuple(place[var] for var in variables(eqn.invars) if var in place) for eqn in self.forward),
             seconds=tuple(turns * self.seconds(eqn) for eqn in self.forward),
             wanted=tuple(place[var] for var in self.wanted),

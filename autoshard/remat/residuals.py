@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 
-from autoshard.jaxprs import Var
+from autoshard.jaxprs import JaxprEqn, Var
 from autoshard.mesh.topology import Topology
 from autoshard.remat.cuts import Cut, ForwardPass
 
@@ -23,6 +24,11 @@ class Residuals(ABC):
     @abstractmethod
     def forward_pass(self) -> ForwardPass:
         """What can be chosen."""
+
+    def makers(self, forward: Sequence[JaxprEqn]) -> list[int | None]:
+        """Per value, which of these equations makes it; None: none."""
+        makers = {var: e for e, eqn in enumerate(forward) for var in eqn.outvars}
+        return [makers.get(var) for var in self.values]
 
     def moving(self, topology: Topology) -> tuple[float, ...]:
         """Per value, seconds of taking it to the host and back on one device, or infinite; empty: all stay."""

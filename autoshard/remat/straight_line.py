@@ -169,14 +169,11 @@ class StraightBlock(Residuals):
     def forward_pass(self) -> ForwardPass:
         """What can be chosen."""
         place = {var: i for i, var in enumerate(self.values)}
-        makers: list[int | None] = [None] * len(self.values)
-        for e, eqn in enumerate(self.forward):
-            for var in eqn.outvars:
-                makers[place[var]] = None if var in self.passed_on else e
+        makers = zip(self.values, self.makers(self.forward), strict=True)
         fixed = {id(self.passes.equations[i]) for i in self.passes.fixed}
         return ForwardPass(
             bytes=tuple(0 if self.is_there(var) else array_bytes(var.aval) for var in self.values),
-            makers=tuple(makers),
+            makers=tuple(None if var in self.passed_on else maker for var, maker in makers),
             reads=tuple(tuple(place[var] for var in variables(eqn.invars)) for eqn in self.forward),
             seconds=tuple(math.inf if id(eqn) in fixed else self.passes.seconds(eqn) for eqn in self.forward),
             wanted=tuple(place[var] for var in self.wanted),

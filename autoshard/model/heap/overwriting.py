@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
+from autoshard.model.equations import is_computed
 from autoshard.model.groups import Group
 from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.xla.fusion import Fusion
@@ -46,7 +47,7 @@ def is_overwritten(
     if group.equations[0].primitive == "branch_join" and fusion.overwrites_operands:
         return value.bytes == group.outputs[0].value.bytes  # a branch makes its result where the step reads it
     if group.equations[0].primitive in fusion.overwritten_by:
-        changed = (x for x in group.equations[0].inputs if isinstance(x, Value) and not x.from_outside)
+        changed = (x for x in group.equations[0].inputs if is_computed(x))
         return next((x is value for x in changed if x.bytes == group.outputs[0].value.bytes), False)
     return fusion.overwrites_operands and group.fuses and value is _first_that_fits(group, readers)
 

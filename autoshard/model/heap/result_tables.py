@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 from jax.lax import GatherScatterMode
 
+from autoshard.model.equations import is_computed
 from autoshard.model.groups import Group
 from autoshard.model.heap.number_terms import has_empty_reply
 from autoshard.model.memory_terms import HeldArgument, HeldOutput
@@ -92,7 +93,7 @@ class ResultTables:
             self.coordinates.update(one.id for one in group.equations[0].inputs[1:] if isinstance(one, Value))
         if has_empty_reply(group):
             operands = group.equations[0].inputs
-            made = (one.bytes for one in operands if isinstance(one, Value) and not one.from_outside)
+            made = (one.bytes for one in operands if is_computed(one))
             self.sent += (max(1, len(operands)) + _REPLY) * self.backend.number_bytes
             self.sent += sum(max(size, self.backend.number_bytes) for size in made)
 

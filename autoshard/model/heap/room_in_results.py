@@ -86,7 +86,7 @@ class RoomInResults:
         for live, group in self.sums:
             reduced[live.end] |= group & waiting
         later = ((point for point, sums in reduced.items() if sums & one.written.made_of) for one in self.results)
-        return [max(one.written.point, *points, 0) for one, points in zip(self.results, later, strict=True)]
+        return [max((one.written.point, *points)) for one, points in zip(self.results, later, strict=True)]
 
     @cached_property
     def guests(self) -> Callable[[int], dict[int, np.ndarray]]:
@@ -149,7 +149,7 @@ class RoomInResults:
         the limit stays.
         """
         assert problem.limit is not None, "there is a limit to cut at"
-        guests, free, more = self.guests(cut.waiting), self._free(cut), self._free_if_more_wait(cut)
+        guests, (free, more) = self.guests(cut.waiting), self._free(cut)
         usages, raised = [], 0.0
         for live in problem.lives:
             if not live.start <= cut.point < live.end:
@@ -170,18 +170,20 @@ class RoomInResults:
         scale = problem.limit / (problem.limit + raised) if raised else 1.0
         return [Live(node, place, place + 1, usage * scale) for node, usage in usages]
 
-    def _free(self, cut: RoomCut) -> set[int]:
-        """`id` of each result that is written past the point of a cut, under the choice that it was found for."""
-        results = zip(self.results, self.written(cut.waiting), strict=True)
-        return {id(one.live) for one, written in results if written > cut.point}
+    def _free(self, cut: RoomCut) -> tuple[set[int], dict[int, float]]:
+        """What is free at the point of a cut: under the choice that it was found for, and for longer if more sums wait.
 
-    def _free_if_more_wait(self, cut: RoomCut) -> dict[int, float]:
-        """Bytes of the results that are free for longer if more sums wait, past the point of a cut, by these sums."""
-        found = defaultdict[int, float](float)
+        Returns:
+            `id` of each result that is written past the point; and bytes of the results that would be free for longer,
+            by the sums that delay them.
+        """
+        free, more = set[int](), defaultdict[int, float](float)
         for one, now, at_most in zip(self.results, self.written(cut.waiting), self.written(EVERY), strict=True):
+            if now > cut.point:
+                free.add(id(one.live))
             if at_most > max(now, cut.point):
-                found[one.written.made_of] += HEAP_OVERHEAD * float(one.live.usage.max())
-        return found
+                more[one.written.made_of] += HEAP_OVERHEAD * float(one.live.usage.max())
+        return free, more
 
     def cuts(self, choice: Sequence[int], in_use: np.ndarray, accepted: np.ndarray, limit: float) -> list[RoomCut]:
         """Cuts that a choice over the limit does not meet, at the points that are furthest over it.

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from autoshard.program import Equation, Value
+from autoshard.model.equations import is_computed
+from autoshard.program import Equation
 
 if TYPE_CHECKING:
     from autoshard.model.workspaces import ShardBytes
@@ -30,8 +31,7 @@ def window_copies(shards: ShardBytes) -> float:
 
 def scatter_copies(shards: ShardBytes) -> float:
     """Bytes of the wider copy of the first operand. What is computed is stored as that copy alone."""
-    value = shards.equation.inputs[0]
-    is_made = isinstance(value, Value) and not value.from_outside
+    is_made = is_computed(shards.equation.inputs[0])
     return max(0.0, _wider(shards.equation) - is_made) * shards.operands[0]
 
 

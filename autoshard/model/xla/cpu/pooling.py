@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from autoshard.program import Value
+from autoshard.model.equations import is_computed
 
 if TYPE_CHECKING:
     from autoshard.model.workspaces import ShardBytes
@@ -32,10 +32,5 @@ def pooling_bytes(shards: ShardBytes) -> float:
     made = shards.operands[0] / source.dtype.itemsize
     positions = COORDINATE_BYTES * len(operand.shape)
     apart = 2 * width if is_widened or padded > math.prod(operand.shape) else 0
-    stored = shards.operands[1] if apart and _is_made(operand) else 0.0  # instead of which its copy is
-    return elements * (positions + apart) - stored + made * (positions + width * (2 - _is_made(source)))
-
-
-def _is_made(value: object) -> bool:
-    """Whether an operand is computed: XLA stores it as it is copied."""
-    return isinstance(value, Value) and not value.from_outside
+    stored = shards.operands[1] if apart and is_computed(operand) else 0.0  # instead of which its copy is
+    return elements * (positions + apart) - stored + made * (positions + width * (2 - is_computed(source)))
