@@ -19,6 +19,7 @@ from autoshard.export.logical_rules import maxtext_rules
 from autoshard.export.shardings_code import shardings_code
 from autoshard.files import write_whole
 from autoshard.lower import Lowering
+from autoshard.mesh.machines import is_machine
 from autoshard.mesh.targets import target_mesh
 from autoshard.mesh.topology import Topology
 from autoshard.plans.files import from_json, from_text, to_json, to_text
@@ -366,8 +367,9 @@ class Plan(PlanData):
         """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
 
         Args:
-            target: a machine by name, ``"v5e:4x4"`` or ``"h100:2x8"``, to compile for instead of the devices of the
-                mesh. It need not be there: see `autoshard.mesh.targets`.
+            target: a machine by name, ``"v5e:4x4"`` or ``"h100:2x8"``, to compile for. It need not be there: see
+                `autoshard.mesh.targets`. None: the devices of the mesh; on a mesh without devices, the machine that the
+                plan was made for, where ``topology=`` named it.
 
         Raises:
             PlanError: the plan was loaded and is not bound to a step.
@@ -378,16 +380,27 @@ class Plan(PlanData):
                 "a plan that was loaded from a file knows no step to compile.\n"
                 "Give it to autoshard(step, mesh=..., plan=...) and verify `.plan(...)` of that."
             )
-        mesh = self.mesh if target is None else target_mesh(target, dict(self.mesh.shape))
-        if not isinstance(mesh, Mesh):
-            raise MeshError(
-                f"{self.mesh} has no devices to compile for.\n"
-                "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
-            )
+        mesh = self._mesh_to_compile_for(target)
         # Anew: XLA says what it gathers whole while it compiles, and JAX would not compile what it has compiled.
         found = compiled(replace(self.lowering)(mesh), mesh)
         predicted = without_dropped(self.predicted, found, (*self.arguments, *self.captured))
         return verification(predicted, found.named(self.lowering.program))
+
+    def _mesh_to_compile_for(self, target: str | None) -> Mesh:
+        """The devices of a target; without one those of the mesh, or of the machine that the plan was made for.
+
+        Raises:
+            MeshError: there are none, or the target or its compiler cannot be had.
+        """
+        if target is None and isinstance(self.mesh, Mesh):
+            return self.mesh
+        planned_for = self.machine if self.machine is not None and is_machine(self.machine) else None
+        if (machine := target or planned_for) is None:
+            raise MeshError(
+                f"{self.mesh} has no devices to compile for.\n"
+                "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
+            )
+        return target_mesh(machine, dict(self.mesh.shape))
 
     def __str__(self) -> str:
         return text_of(self._sections())

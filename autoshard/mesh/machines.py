@@ -36,6 +36,11 @@ class Machine:
         return dict(zip("xy", [*several, *self.dims], strict=False))
 
 
+def is_machine(words: str) -> bool:
+    """Whether words have the form of a machine's name, as ``"v5e:4x4"`` has and ``"v5e"``, a chip, has not."""
+    return _NAME.fullmatch(words.strip().lower()) is not None
+
+
 def parse_machine(name: str) -> Machine:
     """What the name of a machine says.
 

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Self
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.compiled.verification import Verification, compiled, verification
-from autoshard.errors import MemoryLimitError, MeshError, PlanError
-from autoshard.mesh.targets import target_mesh
+from autoshard.errors import MemoryLimitError, PlanError
 from autoshard.options import Options
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.files import from_json, to_json, to_text
@@ -130,18 +129,13 @@ class PipelinePlan(Plan):
         """Compiles every program of every stage, and puts what XLA does beside what is predicted.
 
         Args:
-            target: a machine by name that has as many devices as the mesh, as for other plans. Each stage is compiled
-                for its part of it.
+            target: a machine by name that has as many devices as the mesh, or None, as for other plans. Each stage is
+                compiled for its part of it.
 
         Raises:
             MeshError: the mesh has no devices to compile for, or the target or its compiler cannot be had.
         """
-        mesh = self.mesh if target is None else target_mesh(target, dict(self.mesh.shape))
-        if not isinstance(mesh, Mesh):
-            raise MeshError(
-                f"{self.mesh} has no devices to compile for.\n"
-                "Name a machine, as in verify(target='v5e:4x4'), or plan on a mesh of devices."
-            )
+        mesh = self._mesh_to_compile_for(target)
         found = {}
         for program, plan in zip(self._held.programs.programs, self._held.plans, strict=True):
             assert plan.lowering is not None, "plans of stages are bound to their programs"
