@@ -29,6 +29,7 @@ from autoshard.planning import checked_rules, described, lowered
 from autoshard.plans.alternatives import with_inner_layouts_planned
 from autoshard.plans.annotations import Annotations
 from autoshard.program import Equation
+from autoshard.program.user_code import shows_users_lines
 from autoshard.propagation import PropagatedValue, Propagation, propagate_layouts, rules_for
 from autoshard.replanning.planner import Replanner
 from autoshard.solver.searches.search_run import Search
@@ -108,6 +109,7 @@ def autoshard(
 ) -> Callable[[Callable[Parameters, Result]], ShardedFunction[Parameters, Result]]: ...
 
 
+@shows_users_lines
 def autoshard(
     fn: Callable[..., Any] | None = None,
     *,
@@ -328,6 +330,7 @@ def plan(
     return step.plan(*args, **(kwargs or {}))
 
 
+@shows_users_lines
 def evaluate(
     fn: Callable[..., Any],
     *args: Any,
@@ -382,6 +385,7 @@ def evaluate(
     return planner.bound(lowered(program, Plan.of(made, comparison), compile_keywords(jit_keywords)))
 
 
+@shows_users_lines
 def verify(
     fn: Callable[..., Any],
     *args: Any,
@@ -415,9 +419,8 @@ def verify(
         raise ArgumentError(f"{fn!r} is not jitted; give verify jax.jit(fn, ...) or autoshard(fn, ...)")
     lowered = lower(*args, **kwargs)
     if not isinstance(lowered, jax.stages.Lowered):
-        return _verification_of_wrapped(fn, lowered, mesh or mesh_of(_shardings_in((args, kwargs))))
-    placed = _shardings_in((args, kwargs, lowered.out_info))
-    found = compiled(lowered, mesh or mesh_of(placed))
+        return _verification_of_wrapped(fn, lowered, mesh or mesh_of((args, kwargs)))
+    found = compiled(lowered, mesh or mesh_of((args, kwargs, lowered.out_info)))
     try:
         in_shardings, _ = found.program.input_shardings
         if kwargs or len(in_shardings) < len(args):
@@ -442,10 +445,6 @@ def verify(
     return verification(prediction, found)
 
 
-def _shardings_in(tree: Any) -> list[Any]:
-    return [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
-
-
 def _verification_of_wrapped(fn: Callable[..., Any], lowered: Any, mesh: Mesh) -> Verification:
     """What `nnx.jit` or `eqx.filter_jit` compiles. They take arguments apart, so that nothing is predicted of these."""
     inner = getattr(lowered, "lowered", None)
@@ -456,6 +455,7 @@ def _verification_of_wrapped(fn: Callable[..., Any], lowered: Any, mesh: Mesh) -
     return verification(None, found, unpredicted=why)
 
 
+@shows_users_lines
 def propagate(
     fn: Callable[..., Any],
     *args: Any,

@@ -9,7 +9,6 @@ is not what was written is ignored with a warning, and written anew.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, warn
 from autoshard.files import is_special, sweep, write_whole
 from autoshard.lower.on_shards import check_plan
 from autoshard.options import Options
@@ -155,7 +154,7 @@ def write_entry(folder: Path, key: str, dumps: Callable[[], str]) -> None:
 
 def _warn(what: str, error: Exception, then: str) -> None:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    warnings.warn(printable(f"{what}: {reason}.\n{then}", kept="\n"), CacheWarning, stacklevel=4)
+    warn(printable(f"{what}: {reason}.\n{then}", kept="\n"), CacheWarning)
 
 
 def _head(key: str, text: str) -> str:

@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import (
-    ArrayType,
     abstract,
     current_sharding,
     is_deleted,
-    is_typed_on,
     not_an_array,
     place,
     place_captured,
@@ -46,6 +44,7 @@ from autoshard.program.explicit import is_explicit
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.tracing import traced_step
+from autoshard.program.user_code import shows_users_lines
 from autoshard.propagation.registry import has_rule, has_rule_in_jit
 from autoshard.propagation.stencils import with_stencils
 from autoshard.recognition import with_operations
@@ -57,7 +56,7 @@ from autoshard.user_plan import Plan
 from autoshard.variants.choosing import proven
 from autoshard.variants.open_choice import OpenChoice
 from autoshard.variants.rewriting import RewriteSearch, as_planned
-from autoshard.variants.trace_contexts import trace_contexts, wants_another_context
+from autoshard.variants.trace_contexts import as_traced, is_explicit_form, trace_contexts, wants_another_context
 from autoshard.variants.variant import StepVariants, Variant
 
 _LOG = logging.getLogger("autoshard")  # says at INFO what is planned
@@ -228,9 +227,17 @@ class ShardedFunction(Generic[Parameters, Result]):
             else:
                 earlier: Result = last.compiled.result(flat, leaves, results)
                 return earlier
-        if flat.is_guess:
-            flat = flattened(dynamic)
-            leaves, signature = flat.arrays, (*signature[:2], flat.structure)
+        return self._call_anew(args, kwargs, flattened(dynamic) if flat.is_guess else flat, refused)
+
+    @shows_users_lines
+    def _call_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: FlatCall, refused: bool) -> Result:
+        """A call of which something has to be looked at.
+
+        Args:
+            refused: whether the compiled step of the last call did not take its arguments.
+        """
+        static, dynamic = self._static.split(args, kwargs)
+        leaves, signature = flat.arrays, (_kinds(static), static, flat.structure)
         self._modules_before = flat.structure if flat.structure.has_modules else None
         if _by_hand() or transforms_types(leaves):
             plain = self._fn if flat.is_special else jax.jit(self._fn, **self._trace_keywords)
@@ -258,10 +265,12 @@ class ShardedFunction(Generic[Parameters, Result]):
             result: Result = compiled.result(flat, placed, compiled.run(*placed))
             return result
 
+    @shows_users_lines
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """How the step is sharded for arguments like these: arrays or ShapeDtypeStructs."""
         return self._planned(args, kwargs).plan
 
+    @shows_users_lines
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The annotated step, lowered. What its `.compile()` makes is called as the step, static arguments left out."""
         step = self._planned(args, kwargs)
@@ -269,6 +278,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         call = LoweredCall.of(step.plan, self._static.split(args, kwargs)[1])
         return LoweredStep(step.plan.lowering(), functools.partial(step.run_compiled, call))
 
+    @shows_users_lines
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """The step's program for arguments like these."""
         return self.variants(*args, **kwargs).program(Variant(self._options.microbatches or 1))
@@ -418,7 +428,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         except TypeError as error:
             raise self._not_an_array(static, dynamic) or error from error
         context = jax.sharding.get_abstract_mesh()
-        traced = tuple(self._as_traced(one, context) for one in types)
+        traced = tuple(as_traced(one, context, self._options.mesh) for one in types)
         if not self._options.ignore_constraints:
             return traced
         # The step's own results have no types then: they are traced with those that their arguments had before.
@@ -427,7 +437,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         before = self._types_before.get(key, opened)
         merged = tuple(old if new == bare else new for new, old, bare in zip(traced, before, opened, strict=True))
         self._types_before[key] = merged
-        if not self._is_ours(context):
+        if not is_explicit_form(context, self._options.mesh):
             return merged
         return tuple(replicated_type(t, context) if t == bare else t for t, bare in zip(merged, opened, strict=True))
 
@@ -438,27 +448,13 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _not_an_array(self, static: tuple[Any, ...], dynamic: Arguments) -> ArgumentError | None:
         return not_an_array(self._fn, *join(tuple((place, None) for place, _ in static), dynamic))
 
-    def _as_traced(self, type_: ArrayType, context: AbstractMesh) -> ArrayType:
-        """An argument's type as the step is traced with it: on Explicit axes if `jax.jit` would trace so.
-
-        A number is always whole on them, so that one that the step returned is of the type of the first.
-        """
-        if is_typed_on(type_, self._options.mesh) and (context.empty or context.axis_types == type_[4].mesh.axis_types):
-            return type_
-        is_number = isinstance(type_, tuple) and not type_[0]
-        return replicated_type(type_, context) if is_number and self._is_ours(context) else without_type(type_)
-
-    def _is_ours(self, mesh: AbstractMesh) -> bool:
-        """Whether it is an explicit mesh of the axes that the step is planned for."""
-        return is_explicit(mesh) and list(mesh.shape.items()) == list(self._options.mesh.shape.items())
-
     def _traced(self, static: tuple[Any, ...], dynamic: Arguments, types: tuple[Any, ...]) -> StepVariants:
         """The step traced, from which the programs of its variants are made."""
         args, kwargs = join(static, dynamic)
         obey = not self._options.ignore_constraints
         refusals: list[MeshError | None] = []
         set_by_caller = jax.sharding.get_abstract_mesh()
-        attempts = trace_contexts(types, self._options, self._is_ours)
+        attempts = trace_contexts(types, self._options)
         for i, (mesh, tried) in enumerate(attempts):
             try:
                 with jax.sharding.use_abstract_mesh(mesh):

@@ -1,4 +1,4 @@
-"""Every error autoshard raises on purpose.
+"""Every error autoshard raises on purpose, and its warnings, which name the user's line.
 
 A message says what is wrong, where (the user's line and parameter path), the numbers, and the next step. Users catch
 :class:`AutoshardError`; the child says which stage gave up.
@@ -6,10 +6,36 @@ A message says what is wrong, where (the user's line and parameter path), the nu
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import re
+import sys
+import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
+
+OWN_FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|equinox|chex|jaxtyping|haiku)[/\\]")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a file is the user's: not autoshard's, JAX's, a model library's or the standard library's."""
+    if _LIBRARIES.search(file) or file.startswith(OWN_FOLDER):
+        return False
+    return "site-packages" in file or not file.startswith(_STANDARD)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the innermost line of the user's that led here."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 class AutoshardError(Exception):

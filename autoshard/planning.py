@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import key_of, load_plan, store_plan
 from autoshard.compiled.memory_check import MemoryWarning, is_over, over_limit_error, with_rounding, within_limit
-from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError
+from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError, warn
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
 from autoshard.lower.on_shards import check_plan
@@ -118,7 +117,7 @@ def checked(
     if is_over(plan, options.memory):
         if options.is_memory_given and before is not None and is_over(plan, with_rounding(options.memory)):
             raise over_limit_error(plan, options.memory)
-        warnings.warn(f"{plan.name}: {plan.warnings[-1]}", MemoryWarning, stacklevel=5)
+        warn(f"{plan.name}: {plan.warnings[-1]}", MemoryWarning)
     return plan
 
 

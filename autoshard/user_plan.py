@@ -26,6 +26,7 @@ from autoshard.plans.files import from_json, from_text, to_json, to_text
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
 from autoshard.program.paths import printable
+from autoshard.program.user_code import shows_users_lines
 from autoshard.report.difference import Difference, wish_section
 from autoshard.report.explanation import Explanation
 from autoshard.report.html.elements import Html
@@ -134,6 +135,7 @@ class Plan(PlanData):
         self.comparison.figures()
         return self
 
+    @shows_users_lines
     def explain(self, path: str) -> Explanation:
         """Why an argument lies as it does: what the step costs if it lies otherwise, and what forced the choice.
 
@@ -162,6 +164,7 @@ class Plan(PlanData):
         """
         return Difference.of(self, other)
 
+    @shows_users_lines
     def what_if(
         self,
         *,
@@ -218,6 +221,7 @@ class Plan(PlanData):
         return to_text(to_json(self, self.comparison.found))
 
     @classmethod
+    @shows_users_lines
     def load(cls, path: str | Path, mesh: Mesh | AbstractMesh) -> Plan:
         """Reads a plan for `mesh`, whose axes are used as Auto axes.
 
@@ -234,6 +238,7 @@ class Plan(PlanData):
         return cls.loads(text, mesh, where=str(path))
 
     @classmethod
+    @shows_users_lines
     def loads(cls, text: str, mesh: Mesh | AbstractMesh, where: str = "the text") -> Plan:
         """The plan that `dumps` wrote; see `load`.
 
@@ -287,6 +292,7 @@ class Plan(PlanData):
                 f"If that is meant, write the file anew: plan.save({str(path)!r})."
             )
 
+    @shows_users_lines
     def to_code(self, style: Literal["specs", "explicit", "flax", "maxtext"] = "specs") -> str:
         """The plan as text that needs autoshard no more.
 
@@ -323,6 +329,7 @@ class Plan(PlanData):
         """
         return replace(super().on(mesh), lowering=None, planner=None)
 
+    @shows_users_lines
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """The state that `init_fn` makes, born as the plan has it: no device ever holds more than its shards.
 
@@ -363,6 +370,7 @@ class Plan(PlanData):
         """
         return shard_batch(self, batch)
 
+    @shows_users_lines
     def verify(self, target: str | None = None) -> Verification:
         """Compiles the step and puts what XLA really does beside what is predicted: collectives and peak memory.
 

@@ -175,9 +175,10 @@ def without_dropped(predicted: Prediction, found: CompiledProgram, arguments: Se
     return replace(predicted, peak_bytes=predicted.peak_bytes - spared)
 
 
-def mesh_of(shardings: Any) -> Mesh | None:
-    """The first mesh with devices that a sharding in a pytree names."""
-    meshes = (one.mesh for one in jax.tree.leaves(shardings) if isinstance(one, NamedSharding))
+def mesh_of(tree: Any) -> Mesh | None:
+    """The first mesh with devices that a sharding in a pytree names, or the sharding of an array in it."""
+    shardings = (getattr(leaf, "sharding", leaf) for leaf in jax.tree.leaves(tree))
+    meshes = (one.mesh for one in shardings if isinstance(one, NamedSharding))
     return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 

@@ -21,6 +21,7 @@ from autoshard.options import half_of_time, is_whole_number
 from autoshard.program import Program
 from autoshard.program.flattening import flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
+from autoshard.program.user_code import shows_users_lines
 from autoshard.report.units import bytes_text
 from autoshard.tactics import Roles, batch_dim
 from autoshard.user_plan import Plan
@@ -56,6 +57,7 @@ class LargestBatch:
         )
 
 
+@shows_users_lines
 def largest_batch(
     fn: Callable[..., Any],
     *args: Any,

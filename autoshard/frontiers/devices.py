@@ -15,11 +15,13 @@ from autoshard.errors import ArgumentError, MemoryLimitError, SolverError, of_le
 from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.chips import CHIPS
 from autoshard.options import half_of_time, is_whole_number
+from autoshard.program.user_code import shows_users_lines
 from autoshard.user_plan import Plan
 
 _HOST = 8  # devices of one host, of chips that no torus joins
 
 
+@shows_users_lines
 def fewest_devices(
     fn: Callable[..., Any],
     *args: Any,

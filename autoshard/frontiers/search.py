@@ -23,6 +23,7 @@ from autoshard.frontiers.traced_step import FrontierStep
 from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.topology import Topology
 from autoshard.options import is_whole_number
+from autoshard.program.user_code import shows_users_lines
 from autoshard.report.units import bytes_text
 from autoshard.solver.problem import Solution
 from autoshard.solver.verify import OPTIMAL_GAP
@@ -36,6 +37,7 @@ _SMALLER_PEAK_SHARE = 0.8  # of the peak of the smallest plan known: the limit u
 _CLOSE_PEAK_RATIO = 1.02  # ratio of peaks of two neighbours between which no third is looked for
 
 
+@shows_users_lines
 def frontier(
     fn: Callable[..., Any],
     *args: Any,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.errors import MeshError
+from autoshard.errors import MeshError, warn
 from autoshard.files import write_whole
 from autoshard.layout import MeshShape
 from autoshard.mesh.chips import CHIPS, Chip, chip_of
@@ -253,7 +252,7 @@ class Topology:
         kind = mesh.devices.flat[0].device_kind
         known = chip_of(kind)
         if known is None:
-            warnings.warn(f"unknown device kind {kind!r}: costs of a CPU are assumed; pass topology=", stacklevel=2)
+            warn(f"unknown device kind {kind!r}: costs of a CPU are assumed; pass topology=")
         chip = CHIPS["cpu"] if known is None else known
         return cls.of_chip(chip, parts_of_mesh(mesh, chip))
 

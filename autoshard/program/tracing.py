@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.tree_util import tree_flatten_with_path
 
+from autoshard.errors import warn
 from autoshard.jaxprs import ClosedJaxpr, JaxprEqn, Literal
 from autoshard.program.captured import CapturedArray, identity_of, with_captured
 from autoshard.program.closures import names_in_closure
@@ -237,11 +237,10 @@ def _warn_of_lost(fn: Callable, changed: Sequence[tuple]) -> None:
     """Warns if there are arrays, by their paths, that `fn` replaced in containers of its own."""
     if changed:
         name = getattr(fn, "__name__", "the step")
-        warnings.warn(
+        warn(
             f"{name} changes {len(changed)} arrays of its arguments in place and does not return them, "
             f"{slashed(changed[0][2:])!r} for one: the changes are lost, as under jax.jit.\n"
-            f"Return what it changes, as in `return (model, optimizer), loss`, and go on with what comes back.",
-            stacklevel=3,
+            f"Return what it changes, as in `return (model, optimizer), loss`, and go on with what comes back."
         )
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
-import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
-from autoshard.errors import ArgumentError, MeshError
+import jax
+
+from autoshard.errors import OWN_FOLDER, ArgumentError, MeshError, is_users
 from autoshard.jaxprs import JaxprEqn
 from autoshard.program.paths import printable
 
-_LIBRARIES = re.compile(r"[/\\]site-packages[/\\](jax|jaxlib|flax|optax|equinox|chex|jaxtyping|haiku)[/\\]")
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # the whole package
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,60 @@ def source_of(eqn: JaxprEqn) -> Source | None:
 @functools.lru_cache(maxsize=4096)  # layers repeat, and so do the lines that they come from
 def _source_in(stack: Any) -> Source | None:
     for frame in stack.frames:
-        if _is_users(frame.file_name):
+        if is_users(frame.file_name):
             return Source(frame.file_name, frame.line_num, frame.function_name)
     return None
+
+
+def shows_users_lines(fn: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Makes errors that leave a public function show the user's lines: those of autoshard between them are left out."""
+
+    @functools.wraps(fn)
+    def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            raise without_own_lines(error)  # noqa: B904  (it is the same error)
+
+    return called
+
+
+def without_own_lines(error: Exception) -> Exception:
+    """The error, with autoshard's lines gone from its traceback and those of its causes.
+
+    As JAX leaves out its own; told to show them (`jax_traceback_filtering="off"`), autoshard shows its lines, too.
+    """
+    if jax.config.jax_traceback_filtering != "off":  # type: ignore[attr-defined]  # JAX adds its flags later
+        for one in _with_causes(error):
+            one.__traceback__ = _users_part(one.__traceback__)
+    return error
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            waiting += [one.__cause__, one.__context__]
+            yield one
+
+
+def _users_part(lines: TracebackType | None) -> TracebackType | None:
+    kept = None
+    for line in reversed(_chain(lines)):
+        if not line.tb_frame.f_code.co_filename.startswith(OWN_FOLDER):
+            kept = TracebackType(kept, line.tb_frame, line.tb_lasti, line.tb_lineno)
+    return kept
+
+
+def _chain(lines: TracebackType | None) -> list[TracebackType]:
+    chain = []
+    while lines is not None:
+        chain.append(lines)
+        lines = lines.tb_next
+    return chain
 
 
 _ABOUT_LAYOUTS = re.compile(r"sharding|PartitionSpec|pspec|unreduced|\bmesh\b", re.IGNORECASE)
@@ -62,7 +113,7 @@ _ABOUT_LAYOUTS = re.compile(r"sharding|PartitionSpec|pspec|unreduced|\bmesh\b", 
 
 def named_refusal(fn: Callable, error: Exception) -> MeshError | None:
     """What JAX refuses of a step in explicit mode, in the user's words; None if the error is about something else."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     raised = frames[-1] if frames else None
     is_users_own = raised is not None and re.match(r"raise\b|assert\b", raised.line or "")
     is_jaxs = type(error).__module__.split(".")[0] in ("builtins", "jax") and not is_users_own
@@ -85,17 +136,10 @@ def named_change_outside(fn: Callable, error: Exception) -> ArgumentError | None
     """That a step changes an nnx module which it closes over, in the user's words; None if the error is another."""
     if "different trace level" not in str(error):  # flax's words
         return None
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     line = Source(frames[-1].filename, frames[-1].lineno or 0, frames[-1].name) if frames else "unknown line"
     name = getattr(fn, "__name__", "the step")
     return ArgumentError(
         f"{name} changes or differentiates an nnx module at {line} that is no argument of it.\n"
         "Pass the module as an argument, as nnx.jit demands it, too."
     )
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    if _LIBRARIES.search(file) or file.startswith(_OWN):
-        return False
-    return "site-packages" in file or not file.startswith(_STANDARD)

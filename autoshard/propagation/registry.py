@@ -5,12 +5,11 @@ A rule function takes an equation and returns its `Rule`; writing it under `@rul
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from autoshard.errors import RuleError
+from autoshard.errors import RuleError, warn
 from autoshard.jaxprs import JaxprEqn, call_name
 from autoshard.program import Equation
 from autoshard.propagation.rule import KEPT_RULES, Rule, Shape, names_of, whole
@@ -138,10 +137,9 @@ def _warn_of_unknown(equation: Equation) -> None:
     dims = [f"...{number}" for number in range(1, operands + results + 1)]  # of shapes of any rank
     notation = f"{', '.join(dims[:operands])} -> {', '.join(dims[operands:])}"
     code = f'autoshard.register_rule("{equation.primitive}", "{notation}", need_replication="{" ".join(dims)}"'
-    warnings.warn(
+    warn(
         f"no sharding rule for primitive {equation.primitive!r} ({equation.source or 'unknown line'}): its operands "
         "and results are kept whole on every device.\nTo let it be split, give the dims that belong together one "
         f"name ('...1' stands for all leading dims), and drop them from need_replication, in\n    {code})",
         UnknownPrimitiveWarning,
-        stacklevel=3,
     )

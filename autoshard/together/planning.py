@@ -31,6 +31,7 @@ from autoshard.options import Options, check_jit_keywords, compile_keywords, opt
 from autoshard.planning import checked_rules, formulated, lowered, planned
 from autoshard.processes import ProcessGroup
 from autoshard.program import Program
+from autoshard.program.user_code import shows_users_lines
 from autoshard.replanning.planner import Replanner
 from autoshard.report.units import seconds_text
 from autoshard.solver.exact.two_costs import TwoCosts
@@ -65,6 +66,7 @@ _OPTIONS = (
 Homes = tuple[tuple[int, Layout], ...]  # (shared argument, its layout), one program's
 
 
+@shows_users_lines
 def plan_together(
     functions: Mapping[str, tuple[Any, ...]],
     *,
