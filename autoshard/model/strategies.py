@@ -17,22 +17,24 @@ from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, orde
 from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
-from autoshard.model.xla.scatters import scatters_at_once, scatters_slices, stages_of
+from autoshard.model.xla.scatters import scatters_at_once, sent_slices, stages_of
 from autoshard.operations.split import CallRun
-from autoshard.operations.sums import IndexGroups
+from autoshard.operations.sums import IndexGroups, Stages
 from autoshard.primitives import facts_of
 from autoshard.program import Value
 from autoshard.propagation.halos import are_small, transfers
 from autoshard.propagation.projection import layout_of_factors
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER = "all_gather", "all_reduce", "reduce_scatter"
+EXCHANGE = "collective_permute"
 
 
 @dataclass(frozen=True)
 class Finish:
     """One collective that turns an unreduced result into a finished one."""
 
-    kind: str  # ALL_REDUCE, REDUCE_SCATTER, or ALL_GATHER of what all devices found, of which each picks
+    kind: str  # ALL_REDUCE, REDUCE_SCATTER, EXCHANGE of rows of slices that were padded, or ALL_GATHER of what all
+    # devices found, of which each picks
     axes: tuple[str, ...]
     output: int  # which of the group's outputs
     elements: int  # of the collective's result on one device
@@ -210,18 +212,18 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     for scattered_factor, axes in partial:
         if not by_hand and not scatters_at_once(axes, mesh, backend):
             continue
+        stages = stages_of(axes, mesh, backend) if by_hand else ((axes, None),)
         for dim in range(len(made.shape)):
-            scattered = _scattered(layout, axes, dim, made, mesh, backend)
+            scattered = _scattered(layout, dim, made, stages, mesh, backend)
             if scattered is None:
                 continue
+            sliced, finishes = scattered
             others = [other for factor, other in partial if factor != scattered_factor]
-            slice_ = local // shards(axes, mesh)
             if by_hand:
-                reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in others)
-                yield (scattered,), (*_stages(axes, local, mesh, backend), *reduced)
+                slice_ = local // shards(axes, mesh)
+                yield (sliced,), (*finishes, *(Finish(ALL_REDUCE, other, 0, slice_) for other in others))
             else:
-                reduced = (Finish(ALL_REDUCE, other, 0, local) for other in others)
-                yield (scattered,), (*reduced, Finish(REDUCE_SCATTER, axes, 0, slice_))
+                yield (sliced,), (*(Finish(ALL_REDUCE, other, 0, local) for other in others), *finishes)
         if by_hand and backend.scatters.over_some_axes:
             others = [other for factor, other in partial if factor != scattered_factor]
             yield from _sequences(layout, axes, others, local, made, mesh, backend)
@@ -262,29 +264,35 @@ def _sequences(
     for count in range(1, len(axes)):
         for inside in itertools.combinations(axes, count):
             outside = tuple(axis for axis in axes if axis not in inside)
+            stages = stages_of(inside, mesh, backend)
             for dim in range(len(made.shape)):
-                scattered = _scattered(layout, inside, dim, made, mesh, backend)
+                scattered = _scattered(layout, dim, made, stages, mesh, backend)
                 if scattered is not None:
+                    sliced, finishes = scattered
                     slice_ = local // shards(inside, mesh)
                     reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
-                    yield (scattered,), (*_stages(inside, local, mesh, backend), *reduced)
-
-
-def _stages(axes: tuple[str, ...], local: int, mesh: MeshShape, backend: Backend) -> Iterator[Finish]:
-    """The reduce_scatters of `local` elements over these axes."""
-    for stage_axes, groups in stages_of(axes, mesh, backend):
-        local //= len(groups[0]) if groups else shards(stage_axes, mesh)
-        yield Finish(REDUCE_SCATTER, stage_axes, 0, local, groups)
+                    yield (sliced,), (*finishes, *reduced)
 
 
 def _scattered(
-    layout: Layout, axes: tuple[str, ...], dim: int, made: Value, mesh: MeshShape, backend: Backend
-) -> Layout | None:
-    """`layout` with the axes appended to a dim; None if it comes out uneven, out of mesh order, or all_reduced."""
+    layout: Layout, dim: int, made: Value, stages: Stages, mesh: MeshShape, backend: Backend
+) -> tuple[Layout, list[Finish]] | None:
+    """`layout` with the axes of some stages appended to a dim, and the collectives of a sum that is scattered so.
+
+    None if it comes out uneven, out of mesh order, or all_reduced.
+    """
     dims = list(layout)
-    dims[dim] += axes
-    found = tuple(dims)
-    if made.shape[dim] % shards(dims[dim], mesh) or not in_mesh_order(found, mesh):
+    dims[dim] += ordered_axes({axis for axes, _ in stages for axis in axes}, mesh)
+    sliced = tuple(dims)
+    if made.shape[dim] % shards(dims[dim], mesh) or not in_mesh_order(sliced, mesh):
         return None
-    partial = local_shape(made.shape, layout, mesh)
-    return found if scatters_slices(partial, dim, shards(axes, mesh), made.dtype, backend) else None
+    sizes = [len(groups[0]) if groups else shards(axes, mesh) for axes, groups in stages]
+    sent = sent_slices(local_shape(made.shape, layout, mesh), dim, sizes, made.dtype, backend)
+    if sent is None:
+        return None
+    finishes = []
+    for (axes, groups), one in zip(stages, sent, strict=True):
+        finishes.append(Finish(REDUCE_SCATTER, axes, 0, one.elements, groups))
+        if one.exchanged:
+            finishes.append(Finish(EXCHANGE, axes, 0, one.exchanged, groups))
+    return sliced, finishes

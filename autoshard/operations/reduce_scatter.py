@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-_LANES = 128  # of a TPU's vector registers: columns of a tile
+LANES = 128  # of a TPU's vector registers: columns of a tile
 _CHIP_ROWS = (16, 8)  # rows of tiles that a device sends at a time: of a chip of two cores as one device, of one core
 _MOST_PADDING = 1 / 16  # of a device's rows: less is scattered, and exchanged a little; XLA all_reduces from 3/8
 # Columns that do not fill lanes: how many at least, and the bytes of each per row of tiles. A few fit below that.
 _LEAST_COLUMNS, _COLUMN_BYTES = 8, 64
 _MOST_WIDTHS = 64  # numbers of columns that are tried
+# Tiles of 8 x 128 that fit in the memory of libtpu's reduce_scatter: a part from each device, and four more.
+_TILES_OF_PARTS, _OTHER_PARTS = 3648, 4
 
 
 def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any]], others: Sequence[str]) -> jax.Array:
@@ -37,15 +39,12 @@ def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any
         parts = jax.numpy.stack([partial.real, partial.imag])
         return jax.lax.complex(*reduce_scatter(parts, dim + 1, stages, others))
     sizes = [len(groups[0]) if groups else jax.lax.axis_size(axes) for axes, groups in stages]
-    least, columns = partial.size // math.prod(sizes), columns_beside(partial.shape, dim)
-    is_tiled = fills_tiles(least, columns, partial.dtype.itemsize)
-    if not is_tiled and (width := tiled_width(least, partial.dtype.itemsize)):
-        return _in_slices(partial, dim, stages, others, sizes, width)
+    columns, in_slices = sent_width(partial.shape, dim, math.prod(sizes), partial.dtype.itemsize)
+    if in_slices:
+        return _in_slices(partial, dim, stages, others, sizes, columns)
     rest = _others(partial.shape, dim)
     order, shape = (dim, *rest), [partial.shape[other] for other in rest]
     count = partial.shape[dim]
-    if is_tiled and math.prod(partial.shape[:dim]) > 1 and count // math.prod(sizes) % _LANES:
-        columns = tiled_width(least, partial.dtype.itemsize, but=columns) or columns
     whole, at = partial, dim
     for i, (axes, groups) in enumerate(stages):
         later = math.prod(sizes[i + 1 :])
@@ -103,6 +102,54 @@ def scattered_product(
     return mine.transpose(*range(count, mine.ndim), *range(count))
 
 
+def sent_width(shape: Sequence[int], dim: int, pieces: int, itemsize: int) -> tuple[int, bool]:
+    """The columns of the matrix as which a sum is scattered, and whether each slice is made such a matrix by itself.
+
+    >>> sent_width((64, 256), 0, 8, 4), sent_width((8, 4096), 0, 8, 4), sent_width((1600, 50257), 0, 8, 4)
+    ((256, False), (256, True), (50257, False))
+
+    Args:
+        shape: of one device's part of the sum, whole.
+        dim: which is cut.
+        pieces: of how many devices each gets one.
+        itemsize: bytes of an element.
+    """
+    least, columns = math.prod(shape) // pieces, columns_beside(shape, dim)
+    if not fills_tiles(least, columns, itemsize):
+        width = tiled_width(least, itemsize)
+        return width or columns, width > 0
+    if math.prod(shape[:dim]) > 1 and shape[dim] // pieces % LANES:
+        columns = tiled_width(least, itemsize, but=columns) or columns
+    return columns, False
+
+
+def scattered_rows(rows: int, columns: int, devices: int, chip_rows: int = _CHIP_ROWS[0]) -> int:
+    """The rows of each device's slice as XLA for TPU scatters them, with padding; 0: it all_reduces the whole instead.
+
+    Rows come in tiles of 8, two tiles at a time where the columns fill an odd number of lanes. A device sends them in
+    equal parts, so many that one part from each device fits in fast memory. Devices exchange rows after that, to have
+    those that are theirs. If a third of the rows is padding, XLA all_reduces.
+    Source: programs compiled for v5e:2x4 and 4x4, v5p:2x2x1, 2x2x2 and 2x2x4, in float32 and bfloat16, which come out
+    alike. `tests/model/xla/test_scatters.py` compiles some.
+
+    >>> [scattered_rows(*slice, chip_rows=8) for slice in ((96, 768, 8), (200, 1600, 8), (200, 1600, 4), (9, 256, 8))]
+    [96, 224, 208, 0]
+
+    Args:
+        rows: of a device's slice.
+        columns: 128 at least; fewer are turned.
+        devices: that talk to each other.
+        chip_rows: as for `fills_tiles`.
+    """
+    lanes = -(-columns // LANES)
+    together = chip_rows * (1 + lanes % 2)
+    units = -(-rows // together)
+    most = max(1, _TILES_OF_PARTS // (devices + _OTHER_PARTS) // (together // 8 * lanes))
+    parts = -(-units // most)
+    padded = parts * -(-units // parts) * together
+    return padded if 2 * padded <= 3 * rows else 0
+
+
 def columns_beside(shape: Sequence[int], dim: int) -> int:
     """The columns of the matrix whose rows are scattered when a dim is: enough other dims for all lanes, or all.
 
@@ -111,12 +158,12 @@ def columns_beside(shape: Sequence[int], dim: int) -> int:
     """
     sizes = [shape[other] for other in reversed(_others(shape, dim))]
     widths = itertools.accumulate(sizes, operator.mul)
-    return next((width for width in widths if width >= _LANES), math.prod(sizes))
+    return next((width for width in widths if width >= LANES), math.prod(sizes))
 
 
 def _others(shape: Sequence[int], dim: int) -> list[int]:
     """The other dims, those that are columns last."""
-    return sorted((other for other in range(len(shape)) if other != dim), key=lambda other: shape[other] >= _LANES)
+    return sorted((other for other in range(len(shape)) if other != dim), key=lambda other: shape[other] >= LANES)
 
 
 def tiled_width(elements: int, itemsize: int, chip_rows: Sequence[int] = _CHIP_ROWS, but: int = 0) -> int:
@@ -131,7 +178,7 @@ def tiled_width(elements: int, itemsize: int, chip_rows: Sequence[int] = _CHIP_R
         chip_rows: as for `fills_tiles`; those of the first are preferred.
         but: columns that the matrix is not to have.
     """
-    widths = [2 * _LANES, _LANES, *(_LANES * count for count in range(3, _MOST_WIDTHS))]
+    widths = [2 * LANES, LANES, *(LANES * count for count in range(3, _MOST_WIDTHS))]
     widths = [width for width in widths if width != but]
     fitting = (width for rows in chip_rows for width in widths if fills_tiles(elements, width, itemsize, rows, 0))
     return next(fitting, 0)
@@ -159,9 +206,9 @@ def fills_tiles(
     if not elements or elements % columns:
         return False
     rows = elements // columns
-    if columns % _LANES:
+    if columns % LANES:
         return columns >= _LEAST_COLUMNS and rows * itemsize % (_COLUMN_BYTES * chip_rows) == 0
-    together = chip_rows * (1 + columns // _LANES % 2)
+    together = chip_rows * (1 + columns // LANES % 2)
     return -rows % together <= most_padding * rows
 
 

@@ -24,7 +24,7 @@ from autoshard.layout import Layout, spec_of
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
 from autoshard.model.resharding_memory import ValueReader
-from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.model.strategies import ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Strategy
 from autoshard.solver import solve
 from autoshard.solver.problem import Edge, ForbiddenError, Problem
 from autoshard.tactics.exceptions import exceptions, places_of
@@ -433,8 +433,8 @@ def _shares_dim(strategy: Strategy, axis: str, others: frozenset[str]) -> bool:
 
 
 def _sums_over(strategy: Strategy, axis: str) -> set[str]:
-    """The kinds of collectives that finish a result along the axis."""
-    return {finish.kind for finish in strategy.finishes if axis in finish.axes}
+    """The kinds of collectives that finish a result along the axis; the exchange of padded slices is part of theirs."""
+    return {finish.kind for finish in strategy.finishes if axis in finish.axes} - {EXCHANGE}
 
 
 def _place(strategy: Strategy, axis: str) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from autoshard.layout import MeshShape, local_shape, ordered_axes, shards
 from autoshard.mesh.topology import Topology
 from autoshard.model.groups import Group
 from autoshard.model.xla.backends import Backend
-from autoshard.model.xla.scatters import scatters_alone
+from autoshard.model.xla.scatters import scattered_alone
 from autoshard.operations.call import Call
 from autoshard.operations.primitive import OPERATION
 from autoshard.operations.split import CallRun
@@ -150,17 +150,23 @@ class RegionPrices:
 
     def _as_compiled(self, region: Region) -> Region:
         """A region with the collectives that the compiler makes of those that it has no other way for."""
-        return replace(region, collectives=tuple(map(self._collective_as_compiled, region.collectives)))
+        found = itertools.chain.from_iterable(map(self._collectives_as_compiled, region.collectives))
+        return replace(region, collectives=tuple(found))
 
-    def _collective_as_compiled(self, one: RegionCollective) -> RegionCollective:
+    def _collectives_as_compiled(self, one: RegionCollective) -> Iterator[RegionCollective]:
         among = one.devices or shards(one.axes, self.mesh)
         if one.kind == "reduce_scatter":
             itemsize = one.bytes * among // max(1, math.prod(one.shape))
-            if not scatters_alone(one.axes, among, one.shape, itemsize, self.mesh, self.backend):
-                return replace(one, kind="all_reduce", bytes=one.bytes * among)
-            return one
+            sent = scattered_alone(one.axes, among, one.shape, itemsize, self.mesh, self.backend)
+            if sent is None:
+                yield replace(one, kind="all_reduce", bytes=one.bytes * among)
+                return
+            yield replace(one, bytes=sent.elements * itemsize)
+            if sent.exchanged:
+                yield replace(one, kind="collective_permute", bytes=sent.exchanged * itemsize)
+            return
         everywhere = math.prod(self.mesh.values()) // self.backend.slices
-        return replace(one, kind=self.backend.gathers.sent_as(one.kind, among, everywhere, one.bytes))
+        yield replace(one, kind=self.backend.gathers.sent_as(one.kind, among, everywhere, one.bytes))
 
     def _of_call(self, equation: Equation, run: CallRun, shares: bool) -> Region:
         """What the devices run of one call; without the sums of a split by the rule alone.

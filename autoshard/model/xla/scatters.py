@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from autoshard.layout import MeshShape, shards
-from autoshard.operations.reduce_scatter import columns_beside, fills_tiles, tiled_width
+from autoshard.operations.reduce_scatter import LANES, fills_tiles, scattered_rows, sent_width
 from autoshard.operations.sums import Stages, two_stages
 
 if TYPE_CHECKING:
@@ -49,31 +49,58 @@ def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -
     return not (between or everybody)
 
 
-def scatters_slices(shape: Sequence[int], dim: int, pieces: int, dtype: Any, backend: Backend) -> bool:
-    """Whether a sum is scattered along a dim, as `reduce_scatter` arranges it. If not, it is all_reduced.
+class SentSlice(NamedTuple):
+    """What one reduce_scatter leaves on a device, in elements."""
+
+    elements: int  # of its slice as it is sent, padding included
+    exchanged: int  # that it gets from its neighbours after that, since slices were padded
+
+
+def sent_slices(
+    shape: Sequence[int], dim: int, sizes: Sequence[int], dtype: Any, backend: Backend
+) -> tuple[SentSlice, ...] | None:
+    """What each stage sends of a sum that is scattered as `reduce_scatter` arranges it; None: it is all_reduced.
 
     Args:
         shape: of one device's part of the sum, whole.
         dim: which is cut.
-        pieces: of how many devices each gets one.
-        dtype: of its elements; complex ones are scattered as their real and imaginary parts.
+        sizes: devices that talk to each other, per stage.
+        dtype: of its elements; complex ones are scattered as their real and imaginary parts. If these were padded,
+            libtpu all_reduces many of them.
     """
-    rows, itemsize = backend.scatters.chip_rows, np.dtype(dtype).itemsize
+    itemsize = np.dtype(dtype).itemsize
     if np.issubdtype(dtype, np.complexfloating):
-        shape, dim, itemsize = (2, *shape), dim + 1, itemsize // 2
-    elements = math.prod(shape) // pieces
-    if not rows:
-        return True
-    return (
-        fills_tiles(elements, columns_beside(shape, dim), itemsize, rows)
-        or tiled_width(elements, itemsize, (rows,)) > 0
-    )
+        found = sent_slices((2, *shape), dim + 1, sizes, np.dtype(f"float{4 * itemsize}"), backend)
+        if found is None or any(one.exchanged for one in found):
+            return None
+        return tuple(SentSlice(one.elements // 2, 0) for one in found)
+    width, _ = sent_width(shape, dim, math.prod(sizes), itemsize)
+    local, sent = math.prod(shape), []
+    for size in sizes:
+        local //= size
+        one = _sent_slice(local, width, size, itemsize, backend)
+        if one is None:
+            return None
+        sent.append(one)
+    return tuple(sent)
 
 
-def scatters_alone(
+def _sent_slice(elements: int, columns: int, devices: int, itemsize: int, backend: Backend) -> SentSlice | None:
+    """What a reduce_scatter of rows sends; None: the whole is all_reduced."""
+    chip_rows = backend.scatters.chip_rows
+    if not chip_rows:
+        return SentSlice(elements, 0)
+    if columns < LANES:  # as libtpu turns these, the rows of a slice fill lanes, or nothing is scattered
+        return SentSlice(elements, 0) if fills_tiles(elements, columns, itemsize, chip_rows) else None
+    rows = elements // columns
+    padded = scattered_rows(rows, columns, devices, chip_rows)
+    return SentSlice(padded * columns, (padded - rows) * (devices - 1) * columns) if padded else None
+
+
+def scattered_alone(
     axes: tuple[str, ...], devices: int, shape: Sequence[int], itemsize: int, mesh: MeshShape, backend: Backend
-) -> bool:
-    """Whether the backend runs a `psum_scatter` of a program as one. If not, it all_reduces the whole.
+) -> SentSlice | None:
+    """What the backend sends of a `psum_scatter` that it runs as one; None: it all_reduces the whole.
 
     Args:
         axes: what it runs over.
@@ -81,10 +108,11 @@ def scatters_alone(
         shape: of one device's part of the sum, whole.
         itemsize: bytes of an element.
     """
-    rows, columns = backend.scatters.chip_rows, shape[-1] if len(shape) > 1 else 1
-    is_tiled = not rows or fills_tiles(math.prod(shape) // devices, columns, itemsize, rows)
     in_groups = devices < shards(axes, mesh)
-    return is_tiled and (in_groups or scatters_at_once(axes, mesh, backend))
+    if not in_groups and not scatters_at_once(axes, mesh, backend):
+        return None
+    columns = shape[-1] if len(shape) > 1 else 1
+    return _sent_slice(math.prod(shape) // devices, columns, devices, itemsize, backend)
 
 
 def axes_between_slices(mesh: MeshShape, slices: int) -> frozenset[str]:
