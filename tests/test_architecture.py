@@ -1,21 +1,26 @@
 """The table of docs/architecture.md has a row for every file of the package, and names no file that is not there.
 
-Files have at most 500 lines, folders at most 15 files.
+Its pages name nothing that is not in the code. The first page is short and links all others. Files have at most 500
+lines, folders at most 15 files.
 """
 
+import functools
 import re
 from collections import Counter
 from pathlib import Path, PurePosixPath
 
+import pytest
 from documents import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+ROOMS = sorted((ROOT / "docs" / "architecture").glob("*.md"))
 PACKAGE = ROOT / "autoshard"
+MOST_WORDS = 5000  # of the first page, beside its table of files
 
 
 def named_paths(page: str) -> list[str]:
     """Files and folders in the first column: below the package, or beside the one named before in the row."""
-    (table,) = re.findall(r"^## What each file does\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    (table,) = re.findall(r"^## What each file does\n(.*?)(?:^## |\Z)", page, re.MULTILINE | re.DOTALL)
     found = []
     for row in re.findall(r"^\| (`.*?) \| ", table, re.MULTILINE):
         folder = PurePosixPath()
@@ -45,6 +50,46 @@ def test_every_file_has_a_row():
 def test_a_file_without_a_row_and_a_row_without_a_file_are_found():
     assert faults(PAGE.replace("`mesh/measure.py`", "`mesh/measuring.py`")) == ["mesh/measuring.py", "mesh/measure.py"]
     assert faults(PAGE.replace("`refine.py`", "`refined.py`")) == ["refined.py", "refine.py"]
+
+
+@functools.cache
+def sources() -> tuple[frozenset[str], frozenset[str]]:
+    """Paths of files and folders, each with every end of it, and the identifiers of the code."""
+    files = [file for folder in ("autoshard", "benchmarks", "docs", "tests") for file in (ROOT / folder).rglob("*")]
+    parts = [path.relative_to(ROOT).parts for path in [*files, *ROOT.glob("*.*")]]
+    ends = frozenset("/".join(path[start:]) for path in parts for start in range(len(path)))
+    code = (path.read_text() for path in files if path.suffix == ".py" and path != Path(__file__))
+    return ends, frozenset(word for text in code for word in re.findall(r"[A-Za-z_]\w*", text))
+
+
+def unknown_names(page: str) -> list[str]:
+    """What a page sets as code, and neither a path nor the code has."""
+    ends, identifiers = sources()
+    found = []
+    for name in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)):
+        if re.fullmatch(r"[\w./]+(?:\.\w+|/)", name) and (
+            name[-1] == "/" or Path(name).suffix in {".md", ".py", ".toml"}
+        ):
+            found += [] if name.rstrip("/") in ends else [name]
+        else:
+            found += [word for word in re.findall(r"[A-Za-z_]\w\w+", name) if word not in identifiers]
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "docs" / "architecture.md", *ROOMS], ids=lambda page: page.stem)
+def test_pages_name_what_there_is(page):
+    assert unknown_names(page.read_text()) == []
+
+
+def test_a_name_of_nothing_is_found():
+    page = "`solver/solve.py`, `solver/solver.py`, `remat/`, `remate/`, `Backend.usable`, `Backend.unusable_share`"
+    assert unknown_names(page) == ["solver/solver.py", "remate/", "unusable_share"]
+
+
+def test_the_first_page_is_short_and_links_all_others():
+    first = PAGE.split("## What each file does\n")[0]
+    assert len(first.split()) <= MOST_WORDS
+    assert {path.name for path in ROOMS} - set(re.findall(r"\]\(architecture/(\w+\.md)", first)) == set()
 
 
 def too_large(package: Path, lines: int = 500, files: int = 15) -> list[str]:

@@ -1,9 +1,9 @@
-"""Every how-to page runs from its first block to its last, and prints what it shows; so does the architecture."""
+"""Every how-to page runs from its first block to its last, and prints what it shows; README and architecture do too."""
 
 import pytest
 from documents import ROOT, blocks_of, compare, run
 
-PAGES = [ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs" / "how_to").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "architecture.md", *sorted((ROOT / "docs" / "how_to").glob("*.md"))]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)

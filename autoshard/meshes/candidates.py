@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from autoshard.mesh.placement import shared_out
 
-MOST_AXES = 4  # of a mesh: with more, formulating takes minutes (docs/architecture.md, Four axes)
+MOST_AXES = 4  # of a mesh: with more, formulating takes minutes (docs/architecture/problem.md, Four axes)
 
 # Names of axes, outermost first, by how many there are.
 NAMES = {

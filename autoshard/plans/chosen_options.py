@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +15,7 @@ from autoshard.mesh.collectives import Collective
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.heap.result_places import aliased, copied_results
+from autoshard.model.pricing.prices import GroupSeconds
 from autoshard.model.regions.shared_work import forward_groups
 from autoshard.model.resharding_memory import ValueReader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
@@ -31,6 +33,47 @@ def prediction_of(formulation: Formulation, choice: Sequence[int]) -> Prediction
         "prediction", choice, lambda: ChosenOptions(formulation, choice).prediction()
     )
     return found
+
+
+@dataclass
+class StepCosts:
+    """Seconds and collectives of a step, while they are added up."""
+
+    compute: float
+    communication: float = 0.0
+    hidden: float = 0.0  # of communication
+    further_turns: float = 0.0  # of all turns but one of loops of unknown length
+    # kind, axes, line, reason, whether runs are those of one turn -> bytes and runs
+    _tallies: dict[tuple, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    _seen: set[tuple] = field(default_factory=set)
+
+    def add(self, seconds: GroupSeconds, turns: int) -> None:
+        """Adds a group's seconds, in a loop that is guessed to turn so often."""
+        self.compute += seconds.compute
+        self.communication += seconds.communication
+        self.hidden += seconds.hidden
+        self.further_turns += seconds.total * (1 - 1 / turns)
+
+    def is_first(self, key: tuple) -> bool:
+        """Whether this was not asked before, of collectives that are run once for all who need them."""
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+    def run(
+        self, kind: str, axes: tuple[str, ...], size: int, runs: int, turns: int, source: Source | None, why: str
+    ) -> None:
+        """Counts runs; in loops whose turns no compiled program tells, those of one turn."""
+        tally = self._tallies[kind, axes, str(source or "unknown line"), why, turns > 1]
+        tally[0] += size * (runs // turns)
+        tally[1] += runs // turns
+
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(
+            Collective(kind, axes, size, count, source, why, is_per_turn)
+            for (kind, axes, source, why, is_per_turn), (size, count) in self._tallies.items()
+        )
 
 
 class ChosenOptions:
@@ -75,19 +118,22 @@ class ChosenOptions:
         return all(self.want(r) == self.homes[v.id] and (r.group is None or self.stays(r.group)) for v, r in readers)
 
     def annotations(self) -> Annotations:
-        wants = {}
-        for readers in self.formulation.readers.values():
-            for reader in readers:
-                if reader.group is not None and reader.use is not None:
-                    for equation, operand in reader.group.reading.get(reader.use.value.id, ()):
-                        if reader.group.operands[equation.index][operand] == reader.use.dims:
-                            wants[equation.index, operand] = self.want(reader)
         finished = zip(self.formulation.groups, self.scatters, strict=True)
         scatters = {group.equations[0].index: scatter for group, scatter in finished if scatter is not None}
         idle = {made.value.id for group in self.formulation.groups if group.is_idle for made in group.outputs}
         homes = {value: home for value, home in self.homes.items() if value not in idle}
         implied = frozenset(self.implied())
-        return Annotations(homes, self.copies, wants, scatters, dict(self.sums()), implied, dict(self.runs()))
+        return Annotations(
+            homes, self.copies, dict(self.wants()), scatters, dict(self.sums()), implied, dict(self.runs())
+        )
+
+    def wants(self) -> Iterator[tuple[tuple[int, int], Layout]]:
+        """Equation and operand, and the layout in which the equation reads it."""
+        for reader in itertools.chain.from_iterable(self.formulation.readers.values()):
+            for group, use in uses_of([reader]):
+                for equation, operand in group.reading.get(use.value.id, ()):
+                    if group.operands[equation.index][operand] == use.dims:
+                        yield (equation.index, operand), self.want(reader)
 
     def runs(self) -> Iterator[tuple[int, CallRun]]:
         """What computes each call of an operation on shards."""
@@ -115,24 +161,23 @@ class ChosenOptions:
         """
         loose: dict[int, Sequence[ValueReader]] = {}  # values whose axes do not come from what they are made of
         for group, strategy, scatter in zip(self.formulation.groups, self.strategies, self.scatters, strict=True):
-            if group.is_boundary or group.hoisted_all_reduces is not None:
+            if needs_constraints(group):
                 continue
-            if any("callback" in equation.primitive for equation in group.equations):
-                continue  # XLA has the result on the device that calls back, and refuses branches that end so
             for made in group.outputs:
                 value, readers = made.value.id, self.formulation.readers[made.value.id]
-                if not readers or any(self.want(reader) != self.homes[value] for reader in readers):
+                if not self.is_read_as_left(made.value, readers) or self.may_be_split_unevenly(made.value):
                     continue
-                if self.may_be_split_unevenly(made.value):
-                    continue
-                brought = not strategy.finishes and self.is_split_by_others(group, made.dims)
-                if brought or scatter:
+                if scatter or (not strategy.finishes and self.is_split_by_others(group, made.dims)):
                     yield value
                 elif not strategy.finishes:
                     loose[value] = readers
         for value, readers in loose.items():
             if any(self.is_split_by_others(group, use.dims, loose) for group, use in uses_of(readers)):
                 yield value
+
+    def is_read_as_left(self, value: Value, readers: Sequence[ValueReader]) -> bool:
+        """Whether it has readers, and all take it in the layout that it is made in."""
+        return bool(readers) and all(self.want(reader) == self.homes[value.id] for reader in readers)
 
     def may_be_split_unevenly(self, value: Value) -> bool:
         """Whether propagation could split the value over axes that it is planned whole on, as no plan would.
@@ -168,86 +213,76 @@ class ChosenOptions:
 
     def prediction(self) -> Prediction:
         arrival = self.arrival()
-        compute = arrival + self.rounding() + self.returning() + self.resharded_memory()
-        communication = hidden = further_turns = 0.0
-        found: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
+        costs = StepCosts(arrival + self.rounding() + self.returning() + self.resharded_memory())
+        self.add_groups(costs)
+        costs.communication += self.unhoisted()
+        self.add_reshardings(costs)
+        for value, taken in self.slices():
+            costs.compute += taken
+            costs.further_turns += taken * (1 - 1 / value.guessed)
+        exposed = costs.communication - min(costs.hidden, costs.compute)
+        return Prediction(
+            step_seconds=costs.compute + exposed,
+            compute_seconds=costs.compute,
+            communication_seconds=costs.communication,
+            exposed_seconds=exposed,
+            peak_bytes=self.formulation.peak_outside_chip(self.choice),
+            collectives=costs.collectives(),
+            host_bytes=self.host_bytes(),
+            arrival_seconds=arrival,
+            further_turns_seconds=min(costs.further_turns, costs.compute + exposed - arrival),
+        )
 
-        def note(kind: str, axes: tuple[str, ...], size: int, runs: int, turns: int, source, why: str) -> None:
-            """Counts runs; in loops whose turns no compiled program tells, those of one turn."""
-            tally = found[kind, axes, str(source or "unknown line"), why, turns > 1]
-            tally[0] += size * (runs // turns)
-            tally[1] += runs // turns
-
+    def add_groups(self, costs: StepCosts) -> None:
+        """Adds what groups compute, and the collectives that stand in them."""
         choices = zip(self.formulation.groups, self.formulation.priced, self.strategies, strict=True)
-        reduced_sums, halos = set(), set()
         forward = forward_groups(self.formulation.groups, self.prices)
         for group, priced, strategy in choices:
-            seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
             shares = group.index not in forward or self.strategies[forward[group.index]].run == strategy.run
-            if not shares:
-                seconds = self.prices.run_apart(group, strategy)
-            compute += seconds.compute
-            communication += seconds.communication
-            hidden += seconds.hidden
-            further_turns += seconds.total * (1 - 1 / group.guessed)
-            for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
-                if group.accumulator is not None:
-                    if (group.accumulator, finish.kind, finish.axes) in reduced_sums:
-                        continue
-                    reduced_sums.add((group.accumulator, finish.kind, finish.axes))
-                reduced = group.equations[-1]
-                runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
-                what = "results" if group.gathers_per_output else "sums"
-                turns = group.guessed if runs == group.trips else 1
-                why = f"partial {what} of {reduced.primitive}"
-                note(finish.kind, finish.axes, size, runs, turns, reduced.source, why)
-            for halo, size in zip(strategy.halos, self.prices.halo_bytes(group, strategy), strict=True):
-                reader, received = group.uses[halo.use].equation, (group.uses[halo.use].value.id, halo.axes, halo.rows)
-                want = strategy.operand_layouts[halo.use]
-                if (received, want) in halos:  # XLA merges equal collectives
-                    continue
-                halos.add((received, want))
-                why = f"halo of {reader.primitive}"
-                note("collective_permute", halo.axes, size, group.trips, group.guessed, reader.source, why)
+            seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
+            costs.add(seconds if shares else self.prices.run_apart(group, strategy), group.guessed)
+            self.add_finishes(costs, group, strategy)
+            self.add_halos(costs, group, strategy)
             region = self.prices.region(group, strategy, shares=shares)
             for one in region.collectives if region is not None else ():
                 runs, why = group.trips * one.runs, f"inside {strategy.run or group.equations[0].primitive}"
-                note(one.kind, one.axes, one.bytes, runs, group.guessed, group.equations[0].source, why)
-        communication += self.unhoisted()
+                costs.run(one.kind, one.axes, one.bytes, runs, group.guessed, group.equations[0].source, why)
+
+    def add_finishes(self, costs: StepCosts, group: Group, strategy: Strategy) -> None:
+        """Adds the collectives that finish partial sums; what several groups add up together is reduced once."""
+        for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
+            if group.accumulator is not None and not costs.is_first((group.accumulator, finish.kind, finish.axes)):
+                continue
+            reduced = group.equations[-1]
+            runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
+            turns = group.guessed if runs == group.trips else 1
+            why = f"partial {'results' if group.gathers_per_output else 'sums'} of {reduced.primitive}"
+            costs.run(finish.kind, finish.axes, size, runs, turns, reduced.source, why)
+
+    def add_halos(self, costs: StepCosts, group: Group, strategy: Strategy) -> None:
+        """Adds the rows that neighbours send; XLA merges equal collectives."""
+        for halo, size in zip(strategy.halos, self.prices.halo_bytes(group, strategy), strict=True):
+            use, want = group.uses[halo.use], strategy.operand_layouts[halo.use]
+            if costs.is_first((use.value.id, halo.axes, halo.rows, want)):
+                reader, why = use.equation, f"halo of {use.equation.primitive}"
+                costs.run("collective_permute", halo.axes, size, group.trips, group.guessed, reader.source, why)
+
+    def add_reshardings(self, costs: StepCosts) -> None:
+        """Adds the collectives between layouts."""
         for value, source, target, line, readers in self.reshardings():
             steps = self.prices.steps(value, source, target, readers)
             if not steps:
                 continue
             taken = self.prices.resharding(value, source, target, readers) * value.trips
-            communication += taken
             behind = self.prices.hidden(value, source, target, readers) * value.trips
-            hidden += behind
-            further_turns += (taken - behind) * (1 - 1 / value.guessed)
+            costs.communication += taken
+            costs.hidden += behind
+            costs.further_turns += (taken - behind) * (1 - 1 / value.guessed)
             size = self.prices.widths.moving(value, readers)
             smaller = f" in {8 * size} bits" if size < value.itemsize else ""
+            why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
             for step in steps:
-                why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
-                note(step.kind, step.axes, step.bytes, value.trips, value.guessed, line, why)
-        for value, taken in self.slices():
-            compute += taken
-            further_turns += taken * (1 - 1 / value.guessed)
-        collectives = tuple(
-            Collective(kind, axes, size, count, source, why, is_per_turn)
-            for (kind, axes, source, why, is_per_turn), (size, count) in found.items()
-        )
-        peak = self.formulation.peak_outside_chip(self.choice)
-        exposed = communication - min(hidden, compute)
-        return Prediction(
-            step_seconds=compute + exposed,
-            compute_seconds=compute,
-            communication_seconds=communication,
-            exposed_seconds=exposed,
-            peak_bytes=peak,
-            collectives=collectives,
-            host_bytes=self.host_bytes(),
-            arrival_seconds=arrival,
-            further_turns_seconds=min(further_turns, compute + exposed - arrival),
-        )
+                costs.run(step.kind, step.axes, step.bytes, value.trips, value.guessed, line, why)
 
     def arrival(self) -> float:
         """Seconds to write the arguments that no result of the step before has taken the place of."""
@@ -341,6 +376,15 @@ class ChosenOptions:
                 yield value, home, seen, line, copied_for
             for want in (want for want in asked if want not in (home, seen)):
                 yield value, seen, want, _line(asked[want], value), _groups(asked[want])
+
+
+def needs_constraints(group: Group) -> bool:
+    """Whether propagation may not find the layouts of a group's results, whatever it reads.
+
+    After a callback XLA has the result on the device that calls back, and refuses branches that end so.
+    """
+    makes_calls = any("callback" in equation.primitive for equation in group.equations)
+    return group.is_boundary or group.hoisted_all_reduces is not None or makes_calls
 
 
 def scatter_of(group: Group, strategy: Strategy) -> Scatter | None:

@@ -49,7 +49,7 @@ class FlatCall(NamedTuple):
             results: the flat results.
         """
         if self.modules is None:
-            return changes.result_of((*placed, *results))
+            return changes.unflattened((*placed, *results))
         return self.modules.written(changes, placed, results)
 
     @property

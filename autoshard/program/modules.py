@@ -88,15 +88,12 @@ class ModuleChanges:
     array_paths: tuple[_Path, ...]  # of keys, one per flat result, from the argument or the result on
     shown: Tree  # the step's result, as its author sees it, of the flat results and then the flat arguments
 
-    def unflattened(self, arrays: Sequence[Any]) -> Any:
-        """What a function that takes no modules returned, of its flat results."""
-        return self.result_of(arrays)
-
-    def result_of(self, sources: Sequence[Any], variables: Sequence[Any] = (), references: Any = None) -> Any:
+    def unflattened(self, sources: Sequence[Any], variables: Sequence[Any] = (), references: Any = None) -> Any:
         """What the step returned, once its changes are in the caller's modules.
 
         Args:
-            sources: the flat arguments of the call, as they were placed, and its flat results.
+            sources: the flat arguments of the call, as they were placed, and its flat results. Of a function that takes
+                no modules, its flat results.
             variables: those of the caller's modules.
             references: the caller's module or variable -> its number.
         """
@@ -234,7 +231,7 @@ class ModuleArguments:
 
     def written(self, changes: ModuleChanges, placed: Sequence[Any], results: Sequence[Any]) -> Any:
         """What the step returned, once its changes are in the caller's modules."""
-        return changes.result_of((*placed, *results), self._variables, self._references)
+        return changes.unflattened((*placed, *results), self._variables, self._references)
 
 
 @dataclass(frozen=True)

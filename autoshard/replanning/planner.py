@@ -119,7 +119,7 @@ class Replanner:
             reasons.append("Its type in explicit mode says how it lies; ignore_constraints=True frees it.")
         if argument in self.program.carried:
             result = self.program.result_names[self.program.carried[argument]]
-            reasons.append(f"It is carried: {result or 'the result that takes its place'} lies alike in every step.")
+            reasons.append(f"It is carried: the result{f' {result}' if result else ''} takes its place and lies alike.")
         return reasons
 
     def arguments_at(self, path: str) -> list[int]:

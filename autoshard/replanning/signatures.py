@@ -6,6 +6,8 @@ from autoshard.plans.plan import PlanData
 from autoshard.report.units import bytes_text
 
 _NAMED_ARRAYS = 3  # arrays that the words name
+# A plan has no static arguments and no weak types, so it cannot say which of these differ.
+_OTHER = "other static arguments, containers, donation or weak types (`jnp.full(shape, 0.1)` has one, its update none)"
 
 
 def signature_remark(plan: PlanData, before: PlanData) -> str:
@@ -21,7 +23,7 @@ def signature_remark(plan: PlanData, before: PlanData) -> str:
         if placed.name in earlier and placed.type != earlier[placed.name].type
     ]
     new = [placed.name for placed in plan.arguments if placed.name not in earlier]
-    why = _listed(changed or [f"{name} is new" for name in new]) or "other static arguments, containers or donation"
+    why = _listed(changed or [f"{name} is new" for name in new]) or _OTHER
     moved = [
         plan.arguments[i]
         for i in sorted(plan.carried)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autoshard.layout import MeshShape
 from autoshard.model.formulation import Formulation
@@ -12,19 +12,22 @@ from autoshard.program import Program
 def remarks_of(formulation: Formulation, mesh: MeshShape, uneven: Sequence[str]) -> tuple[str, ...]:
     """All that a plan says of how its step is run, what it says of uneven batches included."""
     program = formulation.program
-    split = (f"it runs in {program.microbatches} microbatches.",) if program.microbatches > 1 else ()
-    again = tuple(filter(None, (program.own_statistics, program.recomputed, program.shared_trips, program.stacked)))
-    rewritten = (one.remark for one in program.rewritten)
-    said = (
+    return (
         *formulation.restrictions,
-        *split,
-        *again,
-        *rewritten,
+        *_form_remarks(program),
         *unused_axes(program, mesh),
         *uneven,
         *guessed_loops(program),
+        *formulation.prices.backend.remarks,
     )
-    return *said, *formulation.prices.backend.remarks
+
+
+def _form_remarks(program: Program) -> Iterator[str]:
+    """What was done to the step before it was planned."""
+    if program.microbatches > 1:
+        yield f"it runs in {program.microbatches} microbatches."
+    yield from filter(None, (program.own_statistics, program.recomputed, program.shared_trips, program.stacked))
+    yield from (rewritten.remark for rewritten in program.rewritten)
 
 
 def guessed_loops(program: Program) -> tuple[str, ...]:

@@ -30,6 +30,9 @@ Shape = tuple[int, ...]
 _INDEXED = {"gather", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul"}
 _LAYOUTS = {"sharding_constraint", "reshard"}
 _NEVER = {"random_bits", "random_split", "shard_map", "while", "cond"}
+# Primitive -> the parameter that is the shape of its result, or the extent that it takes of each dim of its operand.
+_RESULT_SHAPES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
+_TAKEN_EXTENTS = {"slice": "limit_indices", "dynamic_slice": "slice_sizes", "gather": "slice_sizes"}
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,14 @@ def _padded_factors(eqn: JaxprEqn, rule: Rule, operands: Sequence[Shape], result
 
 
 def _params(eqn: JaxprEqn, operands: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
-    """The parameters in which sizes stand."""
+    """The parameters in which sizes stand, for these shapes. What takes all of a dim takes its added rows, too."""
     name = eqn.primitive.name
-    if name in ("broadcast_in_dim", "iota"):
-        return {"shape": results[0]}
-    if name == "reshape":
-        return {"new_sizes": results[0]}
-    if name in ("slice", "dynamic_slice", "gather"):
-        of = {"slice": "limit_indices"}.get(name, "slice_sizes")
-        pairs = zip(eqn.params[of], shape_of(eqn.invars[0]), operands[0], strict=True)
-        return {of: tuple(more if size == taken else taken for taken, size, more in pairs)}
+    if name in _RESULT_SHAPES:
+        return {_RESULT_SHAPES[name]: results[0]}
+    if name in _TAKEN_EXTENTS:
+        parameter = _TAKEN_EXTENTS[name]
+        extents = zip(eqn.params[parameter], shape_of(eqn.invars[0]), operands[0], strict=True)
+        return {parameter: tuple(padded if taken == size else taken for taken, size, padded in extents)}
     return {}
 
 

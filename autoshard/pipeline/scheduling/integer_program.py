@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autoshard.pipeline.scheduling.problem import TOLERANCE, OrderProblem, Rows
+from autoshard.pipeline.scheduling.problem import TOLERANCE, HeldLimit, OrderProblem, Rows
 
 _MOST_CHOICES = 400  # pairs of tasks whose order is a variable, beyond which HiGHS finds little in seconds
 
@@ -181,22 +181,25 @@ class _OrderProgram:
         add(-work - min(problem.heads[i] for i in own) - min(problem.tails[i] for i in own), (self.makespan, -1.0))
         for limit in problem.limits:
             for task in own:
-                if not limit.at_start[task]:
-                    continue
-                room = limit.most * (1 + TOLERANCE) - limit.at_start[task]
-                entries = []
-                for other in own:
-                    change = limit.at_start[other] + limit.at_end[other]
-                    if other == task or not change:
-                        continue
-                    if self.before[other, task]:
-                        room -= change
-                    elif (other, task) in self.choice:
-                        entries.append((self.choice[other, task], change))
-                    elif (task, other) in self.choice:  # before the other one: 1 - y
-                        room -= change
-                        entries.append((self.choice[task, other], -change))
-                add(room, *entries)
+                if limit.at_start[task]:
+                    self._add_room(limit, task, own, add)
+
+    def _add_room(self, limit: HeldLimit, task: int, own: Sequence[int], add: Callable[..., None]) -> None:
+        """What a device may hold once a task of it has started, by which of its other tasks went before."""
+        room = limit.most * (1 + TOLERANCE) - limit.at_start[task]
+        entries = []
+        for other in own:
+            change = limit.at_start[other] + limit.at_end[other]
+            if other == task or not change:
+                continue
+            if self.before[other, task]:
+                room -= change
+            elif (other, task) in self.choice:
+                entries.append((self.choice[other, task], change))
+            elif (task, other) in self.choice:  # before the other one: 1 - y
+                room -= change
+                entries.append((self.choice[task, other], -change))
+        add(room, *entries)
 
     def rows(self, starts: np.ndarray, values: np.ndarray) -> Rows:
         """The orders that a solution says: by its choices, since starts are rounded."""

@@ -151,7 +151,17 @@ class Relaxation:
         option, slot = np.concatenate([np.zeros((2, 0), dtype=np.int64), *map(np.array, entries)], axis=1)
         order, weights = np.lexsort((slot, option)), np.concatenate(per_node)
         spread = WeightedSums(option[order], slot[order], weights[order], (len(self._place), at))
-        # per direction and node: to how many others one of those that it stands for has edges at most
+        share = 1 / np.maximum(self._add_roles(nodes).max(axis=0), 1)
+        for colour in self._colours:
+            colour.spread = spread.part(colour.options)
+            colour.share = share[colour.nodes][colour.owner]
+
+    def _add_roles(self, nodes: np.ndarray) -> np.ndarray:
+        """Puts together the messages of edges that share a role.
+
+        Returns:
+            Per direction and node, to how many others one of those that it stands for has edges at most.
+        """
         degrees = np.zeros((2, len(nodes)))
         for colour in self._colours:
             roles: dict[int, Role] = {}
@@ -163,7 +173,9 @@ class Relaxation:
                         role = roles.setdefault(int(block.roles[end][place]), Role(int(block.nodes[end][place])))
                         role.times += float(times[place])
                         role.ends.add(end)
-                        role.slots.append(range(*block.slots[end].indices(at))[place :: len(block.edges)])
+                        role.slots.append(
+                            range(*block.slots[end].indices(len(self._messages)))[place :: len(block.edges)]
+                        )
             for role in roles.values():
                 degrees[list(role.ends), role.node] += role.times
             shapes: dict[tuple[int, ...], list[np.ndarray]] = defaultdict(list)
@@ -172,10 +184,7 @@ class Relaxation:
                 slots = np.array([[*slots, *[slots[-1]] * (most - len(slots))] for slots in role.slots])
                 shapes[slots.shape].append(slots)
             colour.roles = [np.array(alike) for alike in shapes.values()]
-        share = 1 / np.maximum(degrees.max(axis=0), 1)
-        for colour in self._colours:
-            colour.spread = spread.part(colour.options)
-            colour.share = share[colour.nodes][colour.owner]
+        return degrees
 
     def rounds(self, known: Callable[[], float]) -> Iterator[tuple[tuple[int, ...] | None, float]]:
         """Sweeps forward and backward and sets prices as long as it pays; after each sweep a bound.

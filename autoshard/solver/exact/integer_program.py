@@ -101,14 +101,8 @@ def cheapest(
     scale = 1 / np.where(room > 0, room, 1.0)
     s, x = program.variables()
     unit = program.span / PROGRAM.magnitude
-    totals = program.totals(s, x, unit)
-    variables, constraints = [s, x], program.constraints(s, x)
-    if len(totals) == 1:
-        cost = totals[0]
-    else:
-        cost = cp.Variable(nonneg=True)
-        variables.append(cost)
-        constraints += [total <= cost for total in totals]
+    cost, extra, constraints = _largest(program.totals(s, x, unit))
+    variables, constraints = [s, x, *extra], [*program.constraints(s, x), *constraints]
     if len(points := memory.first_points()):
         constraints.append(memory.usage(points, scale) @ s <= (room * scale)[points])
     gap = max(gap, PROGRAM.gap * abs(program.constant if first is None else known)) / unit
@@ -138,6 +132,16 @@ def cheapest(
                 highs.add(sparse.csr_array(cover.astype(np.float64)), [len(problem.costs) - 1.0])
         else:
             return Outcome(choice, bound, interrupted=False)
+
+
+def _largest(
+    totals: Sequence[cp.Expression],
+) -> tuple[cp.Expression, list[cp.Variable], list[cp.Constraint]]:
+    """What the largest of several totals costs where that is minimised, and the variables and rows that say so."""
+    if len(totals) == 1:
+        return totals[0], [], []
+    cost = cp.Variable(nonneg=True)
+    return cost, [cost], [total <= cost for total in totals]
 
 
 def leanest(
@@ -277,52 +281,68 @@ def _encode(problems: Sequence[Problem], known: float) -> _ChoiceProgram:
     constants = np.array(list(map(math.fsum, least)))
     ceilings = np.maximum(known - constants, 0.0) + ROUNDING * abs(known)
     forbidden = (np.isinf(costs) | (costs > ceilings[:, None])).any(axis=0)
-    marginals, flows, blocks, cells = _SparseRows(), _SparseRows(), _SparseRows(), []
-    flow_costs = [np.zeros((len(problems), 1))]  # a flow of no edge, since x may not be empty
-    count = 1  # of flows
+    edge_rows = _EdgeRows(offsets, len(problems))
     for i, j, parts in edges:
         rests = np.array([rest for _, _, rest in parts])
         rests[:, (np.isinf(rests) | (rests > ceilings[:, None, None])).any(axis=0)] = np.inf
-        row, column = classes(np.concatenate(rests, axis=1)), classes(np.concatenate(rests, axis=0).T)
-        tables = np.empty((len(problems), row.max() + 1, column.max() + 1))
-        tables[:, row[:, None], column[None, :]] = rests
-        finite = np.isfinite(tables[0])
-        in_row = [offsets[i] + np.flatnonzero(row == r) for r in range(finite.shape[0])]
-        in_column = [offsets[j] + np.flatnonzero(column == q) for q in range(finite.shape[1])]
-        for r in np.flatnonzero(~finite.any(axis=1)):
-            forbidden[in_row[r]] = True
-        for q in np.flatnonzero(~finite.any(axis=0)):
-            forbidden[in_column[q]] = True
-        goes_with_one = (finite.sum(axis=0) <= 1).all() and (finite.sum(axis=1) <= 1).all()
-        if goes_with_one and not tables[:, finite].any():
-            if finite.size > 1:
-                for r, q in zip(*np.nonzero(finite), strict=True):
-                    blocks.add((in_row[r], 1.0), (in_column[q], -1.0))
-            continue
-        cell = np.full(finite.shape, -1)
-        cell[finite] = count + np.arange(finite.sum())
-        flow_costs.append(tables[:, finite])
-        count += int(finite.sum())
-        cells.append((i, j, cell[row[:, None], column[None, :]]))
-        for options, flow in [*zip(in_row, cell, strict=True), *zip(in_column, cell.T, strict=True)]:
-            marginals.add((options, 1.0))
-            flows.add((flow[flow >= 0], 1.0))
+        forbidden[edge_rows.add(i, j, rests)] = True
     costs[:, forbidden] = 0.0
-    all_flows = np.concatenate(flow_costs, axis=1)
-    dearest = max(costs.max(initial=0.0), all_flows.max())
+    flow_costs = np.concatenate(edge_rows.flow_costs, axis=1)
+    dearest = max(costs.max(initial=0.0), flow_costs.max())
     ceiling = float(ceilings.min())
     return _ChoiceProgram(
         offsets=offsets,
         costs=costs,
         forbidden=forbidden,
-        flow_costs=all_flows,
+        flow_costs=flow_costs,
         constants=constants,
         span=(ceiling if np.isfinite(ceiling) and ceiling > 0 else dearest) or 1.0,
-        marginals=marginals.matrix(costs.shape[1]),
-        flows=flows.matrix(count),
-        blocks=blocks.matrix(costs.shape[1]),
-        cells=tuple(cells),
+        marginals=edge_rows.marginals.matrix(costs.shape[1]),
+        flows=edge_rows.flows.matrix(edge_rows.count),
+        blocks=edge_rows.blocks.matrix(costs.shape[1]),
+        cells=tuple(edge_rows.cells),
     )
+
+
+class _EdgeRows:
+    """The rows that tie options to the flows of edges, while they grow edge by edge."""
+
+    def __init__(self, offsets: np.ndarray, problems: int):
+        self.offsets = offsets
+        self.marginals, self.flows, self.blocks = _SparseRows(), _SparseRows(), _SparseRows()
+        self.cells: list[tuple[int, int, np.ndarray]] = []
+        self.flow_costs = [np.zeros((problems, 1))]  # a flow of no edge, since x may not be empty
+        self.count = 1  # of flows
+
+    def add(self, i: int, j: int, rests: np.ndarray) -> np.ndarray:
+        """Adds an edge: options that it cannot tell apart share flows. Returns the options of s without a partner.
+
+        Args:
+            rests: [problem, option of i, option of j]: costs; inf: forbidden.
+        """
+        row, column = classes(np.concatenate(rests, axis=1)), classes(np.concatenate(rests, axis=0).T)
+        tables = np.empty((len(rests), row.max() + 1, column.max() + 1))
+        tables[:, row[:, None], column[None, :]] = rests
+        finite = np.isfinite(tables[0])
+        in_row = [self.offsets[i] + np.flatnonzero(row == r) for r in range(finite.shape[0])]
+        in_column = [self.offsets[j] + np.flatnonzero(column == q) for q in range(finite.shape[1])]
+        goes_with_one = (finite.sum(axis=0) <= 1).all() and (finite.sum(axis=1) <= 1).all()
+        if goes_with_one and not tables[:, finite].any():
+            if finite.size > 1:
+                for r, q in zip(*np.nonzero(finite), strict=True):
+                    self.blocks.add((in_row[r], 1.0), (in_column[q], -1.0))
+        else:
+            cell = np.full(finite.shape, -1)
+            cell[finite] = self.count + np.arange(finite.sum())
+            self.flow_costs.append(tables[:, finite])
+            self.count += int(finite.sum())
+            self.cells.append((i, j, cell[row[:, None], column[None, :]]))
+            for options, flow in [*zip(in_row, cell, strict=True), *zip(in_column, cell.T, strict=True)]:
+                self.marginals.add((options, 1.0))
+                self.flows.add((flow[flow >= 0], 1.0))
+        alone_in_row = [in_row[r] for r in np.flatnonzero(~finite.any(axis=1))]
+        alone_in_column = [in_column[q] for q in np.flatnonzero(~finite.any(axis=0))]
+        return np.concatenate([np.zeros(0, int), *alone_in_row, *alone_in_column])
 
 
 class _MemoryRows:

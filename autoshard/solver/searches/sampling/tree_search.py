@@ -7,7 +7,7 @@ It adds one vertex, completes the choice, and hands the reward back along the br
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,36 +55,17 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
     """
     strays = run.rng.random() ** 2 if turn else SETTINGS.strays
     uniform = 1.0 if turn % 2 else SETTINGS.uniform
-    root: Vertex | None = None
     options = sum(at.sizes[group[0]] for group in groups[: SETTINGS.decisions])
     growth = min(SETTINGS.growth**turn, SETTINGS.most_growth)
     iterations = int(growth * (SETTINGS.least_iterations + SETTINGS.iterations_per_option * options))
+
+    def completed(left: Sequence[Sequence[int]], chosen: dict[int, int]) -> dict[int, int]:
+        return chosen | _completed(at, left, chosen, run.rng.random() * strays, uniform)
+
     best, scale = np.inf, 0.0
+    roots: dict[int, Vertex] = {}
     for iteration in range(1, iterations + 1):
-        chosen: dict[int, int] = {}
-        branch: list[tuple[Vertex, int]] = []
-        vertex = root
-        for depth, group in enumerate(groups):
-            if vertex is None and depth < SETTINGS.decisions:
-                vertex = _vertex(at, group[0], chosen)
-                if branch:
-                    branch[-1][0].below[branch[-1][1]] = vertex
-                else:
-                    root = vertex
-                is_new = True
-            else:
-                is_new = False
-            if vertex is None:
-                chosen |= _completed(at, groups[depth:], chosen, run.rng.random() * strays, uniform)
-                break
-            option = _promising(vertex)
-            branch.append((vertex, option))
-            chosen[group[0]] = option
-            _follow(at, group, chosen)
-            vertex = vertex.below.get(option)
-            if is_new:
-                chosen |= _completed(at, groups[depth + 1 :], chosen, run.rng.random() * strays, uniform)
-                break
+        branch, chosen = _grown_branch(at, groups, roots, completed)
         at.start([chosen[node] for node in range(len(at.sizes))])
         at.repair()
         at.offer()
@@ -93,16 +74,51 @@ def search_tree(at: Position, groups: Sequence[Sequence[int]], run: SearchRun, t
         above = min(cost - best, at.never) if np.isfinite(best) else at.never
         scale += (above - scale) / iteration
         reward = float(np.exp(-above / scale)) if scale > 0 else 1.0
-        for tried, option in branch:
-            tried.visits[option] += 1
-            tried.rewards[option] += reward
-        if len(branch) == len(groups):
-            is_seen = True
-            for tried, option in reversed(branch):
-                tried.seen[option] = is_seen
-                is_seen = bool(tried.seen.all())
-            if is_seen:
-                return
+        for vertex, option in branch:
+            vertex.visits[option] += 1
+            vertex.rewards[option] += reward
+        if len(branch) == len(groups) and _is_all_seen(branch):
+            return
+
+
+def _grown_branch(
+    at: Position,
+    groups: Sequence[Sequence[int]],
+    below: dict[int, Vertex],
+    completed: Callable[[Sequence[Sequence[int]], dict[int, int]], dict[int, int]],
+) -> tuple[list[tuple[Vertex, int]], dict[int, int]]:
+    """The way down a tree by its most promising options, one vertex further than before; and the choice that it makes.
+
+    Args:
+        below: the root of the tree under 0, if there is one; changed.
+        completed: gives the other groups their options.
+    """
+    chosen: dict[int, int] = {}
+    branch: list[tuple[Vertex, int]] = []
+    option = 0
+    for depth, group in enumerate(groups):
+        vertex = below.get(option)
+        is_new = vertex is None and depth < SETTINGS.decisions
+        if is_new:
+            vertex = below[option] = _vertex(at, group[0], chosen)
+        if vertex is None:
+            return branch, completed(groups[depth:], chosen)
+        option, below = _promising(vertex), vertex.below
+        branch.append((vertex, option))
+        chosen[group[0]] = option
+        _follow(at, group, chosen)
+        if is_new:
+            return branch, completed(groups[depth + 1 :], chosen)
+    return branch, chosen
+
+
+def _is_all_seen(branch: Sequence[tuple[Vertex, int]]) -> bool:
+    """Notes that the end of a branch is known; whether all of the tree is now."""
+    is_seen = True
+    for vertex, option in reversed(branch):
+        vertex.seen[option] = is_seen
+        is_seen = bool(vertex.seen.all())
+    return is_seen
 
 
 def _vertex(at: Position, node: int, chosen: dict[int, int]) -> Vertex:
