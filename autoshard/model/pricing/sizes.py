@@ -54,7 +54,8 @@ class ArraySizes:
         """Bytes of `value` as a result, per layout: it lies as any array does, and not as its makers want it."""
         if not self.minor_dims(value):
             return self.sizes(value, layouts)
-        elements = [padded_size(local_shape(value.shape, one, self.mesh), self.backend.tile) for one in layouts]
+        shapes, packed = (local_shape(value.shape, one, self.mesh) for one in layouts), _packed(value)
+        elements = [padded_size(shape, self.backend.tile, packed=packed) for shape in shapes]
         return np.array(elements) * self.widths.stored(value)
 
     def shard_bytes(self, value: Value, layout: Layout) -> int:
@@ -82,7 +83,14 @@ class ArraySizes:
     def elements(self, value: Value, layout: Layout, minor: tuple[int, ...] | None = None) -> int:
         """Elements of `value` that one device has, with padding."""
         minor = minor or self.minor_dims(value)
-        key = value.shape, layout, minor
+        packed = _packed(value)
+        key = value.shape, layout, minor, packed
         if key not in self._elements:
-            self._elements[key] = padded_size(local_shape(value.shape, layout, self.mesh), self.backend.tile, minor)
+            shape = local_shape(value.shape, layout, self.mesh)
+            self._elements[key] = padded_size(shape, self.backend.tile, minor, packed)
         return self._elements[key]
+
+
+def _packed(value: Value) -> int:
+    """How many elements of a value lie in one word of 32 bits."""
+    return max(1, 4 // max(1, value.itemsize))
