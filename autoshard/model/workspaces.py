@@ -25,6 +25,7 @@ from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
+from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.model.xla.units.rows import gathered_bytes, scattered_bytes
 from autoshard.model.xla.units.work_numbers import is_listed, sorts_in_halves
 from autoshard.program import Equation, Value
@@ -52,7 +53,9 @@ class ShardBytes:
 
 _CUBLAS_WORKSPACE_BYTES = 2**25  # XLA's constant for Hopper
 _LEAST_TEMPORARY_BYTES = 2**14  # of libtpu
+_TILE: Tile = (8, 128)  # of a TPU's registers
 _MOST_BLOCKS_IN_CHIP = 3.8e6  # bytes of blocks of four words; libtpu puts 3.6 MB of them into the chip, 4 MB beside it
+_PARTS_OF_QUARTERS = 8  # real and imaginary, of the four quarters
 # Rows x columns x summed elements up to which XLA's GPU compiler writes a product of float32 or wider as loops.
 _MOST_LOOPED_PRODUCT = 100
 
@@ -332,6 +335,17 @@ def _sorted_unread(shards: ShardBytes) -> float:
     return max(_LEAST_TEMPORARY_BYTES, size)
 
 
+def _rotated_quarters(shards: ShardBytes) -> float:
+    """Of an `eigh` of complex matrices on TPU: parts of quarters of them, which a loop rotates outside the chip."""
+    matrices = shards.equation.inputs[0]
+    if matrices.dtype.kind != "c":
+        return 0.0
+    rows = matrices.shape[-1]
+    count = round(shards.operands[0] / (rows * rows * matrices.dtype.itemsize))
+    quarter = padded_size((max(1, count), -(-rows // 2), -(-rows // 2)), _TILE)
+    return _PARTS_OF_QUARTERS * max(_LEAST_TEMPORARY_BYTES, quarter * matrices.dtype.itemsize / 2)
+
+
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         **dict.fromkeys(("cholesky", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product"), copied),
@@ -384,6 +398,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "compute_on": _given_to_host,
+        "eigh": _rotated_quarters,
         "gather": lambda shards: gathered_bytes(
             shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result
         ),
@@ -407,7 +422,7 @@ _FETCHED_BESIDE: Mapping[str, frozenset[int]] = {
 
 def is_outside_chip(backend: str, primitive: str) -> bool:
     """Whether what an operation works with lies outside a chip's own memory, wherever its results do."""
-    return backend == "tpu" and primitive in ("compute_on", "lu", "sort", "top_k")
+    return backend == "tpu" and primitive in ("compute_on", "eigh", "lu", "sort", "top_k")
 
 
 def is_counted(backend: str, equation: Equation) -> bool:

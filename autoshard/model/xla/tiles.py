@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 Tile = tuple[int, int]  # elements: rows and columns
+_WORD_BYTES = 4  # of a register's places
 
 
 def padded_size(
@@ -89,6 +90,11 @@ def _size_with(shape: tuple[int, ...], row: int, column: int, tile: Tile, packed
     rest = math.prod(shape) // (shape[row] * shape[column])
     least_rows = max(packed, min(rows, 1 << (shape[row] - 1).bit_length()))
     return rest * _padded(shape[row], least_rows) * _padded(shape[column], columns)
+
+
+def elements_in_word(itemsize: int) -> int:
+    """How many elements of so many bytes lie in one word of 32 bits."""
+    return max(1, _WORD_BYTES // max(1, itemsize))
 
 
 def _padded(size: int, multiple: int) -> int:

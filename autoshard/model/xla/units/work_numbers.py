@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import RandomAlgorithm
 
+from autoshard.model.equations import is_computed
 from autoshard.model.groups import Group
 from autoshard.model.xla.operations import is_loop_over_rows
 from autoshard.primitives import primitives_where
@@ -46,11 +47,13 @@ _NUMBERS: Mapping[str, int] = {
 _OF_ONE_MATRIX = frozenset({"cholesky", "eigh"})  # of a batch, the counters of the loops over it are in registers
 _OF_CHOLESKY, _OF_LARGE_CHOLESKY = 1, 6  # whether a block is positive; of several blocks these are brought in and out
 _CHOLESKY_BLOCK = 128  # rows
+_OF_COMPLEX_ROTATIONS = 34  # of an `eigh` of complex matrices: the parts of quarters and angles, brought in and out
 _OF_LOOP_OVER_ROWS = {"gather": 5, "scatter": 10}
 _OF_LOOP_OVER_PARTS = {"gather": 4, "scatter": 6}  # of a single dim
 _BESIDE_COORDINATES = 6  # of a loop over parts that begin at several coordinates, of which each is a number, too
 _OF_LONE_UPDATE = 2  # whether it is within bounds, and what is brought out; another of what is brought in
-_OF_UNREAD_BEST = {"approx_top_k": 1, "top_k": 1}  # where something reads the best elements or their places, not both
+_OF_COORDINATE = 2  # of each after the first that says where it goes
+_OF_UNREAD_BEST = {"approx_top_k": 2, "top_k": 1}  # where something reads the best elements or their places, not both
 
 
 def is_listed(equation: Equation) -> bool:
@@ -89,6 +92,8 @@ def numbers_of(equation: Equation, *, is_read_whole: bool = True, is_result: boo
         return 0 if is_read_whole else _NUMBERS[name]  # a stable sort counts the places of what it sorts
     if name == "tridiagonal_solve" and math.prod(shapes[0][:-1]) > 1:
         return 0
+    if name == "eigh" and equation.inputs[0].dtype.kind == "c":
+        return _OF_COMPLEX_ROTATIONS
     if name in _OF_ONE_MATRIX and not _is_one_matrix(equation.inputs[0]):
         return 0
     if name == "cholesky":
@@ -132,7 +137,9 @@ def _numbers_of_lone_update(equation: Equation) -> int:
     if named == (0,) and len(indices.shape) == 1:
         return 0
     is_number = math.prod(equation.inputs[2].shape) == 1
-    return _OF_LONE_UPDATE + (equation.primitive == "scatter" or not is_number)
+    is_computed_index = isinstance(indices, Value) and is_computed(indices)  # by which negative ones count from the end
+    of_coordinates = _OF_COORDINATE * (len(named) - 1) * (not is_number) + is_computed_index
+    return _OF_LONE_UPDATE + (equation.primitive == "scatter" or not is_number) + of_coordinates
 
 
 def _is_one_matrix(value: Value | np.ndarray) -> bool:
