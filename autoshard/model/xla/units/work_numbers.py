@@ -76,6 +76,8 @@ def numbers_of(equation: Equation, *, is_read_whole: bool = True, is_result: boo
         is_result: whether it makes results of the program.
     """
     name, shapes = equation.primitive, [value.shape for value in equation.inputs]
+    if not all(map(math.prod, shapes)):
+        return 0
     if name in _OF_UNREAD_BEST:
         return 0 if is_read_whole or sorts_in_halves(equation) else _OF_UNREAD_BEST[name]
     if name == "lu":
