@@ -46,13 +46,13 @@ def places_of(program: Program) -> ValuePlaces:
 
 
 def exchanged_with_host(program: Program) -> frozenset[int]:
-    """Ids of the values in a device's memory that move to the host's memory or from there, or that callbacks get."""
+    """Ids of the values in a device's memory that move to the host's or from there, or that are given for an answer."""
     found: set[int] = set()
     for one in program.equations:
         if one.primitive == "device_put":
             pairs = list(zip(one.inputs, one.outputs, strict=True))
             moved = [pair for pair in pairs if getattr(pair[0], "on_host", False) != pair[1].on_host]
-        elif facts_of(one.primitive).from_one_device:
+        elif facts_of(one.primitive).from_one_device and one.outputs:
             moved = [max((one.inputs, one.outputs), key=_bytes_of)]  # what comes back lies where the rest has lain
         else:
             continue
