@@ -21,6 +21,7 @@ from autoshard.model.xla import backends, loop_memory, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.products import FourierProducts
+from autoshard.model.xla.units import work_numbers
 from autoshard.model.xla.units.streams import Streams
 from autoshard.program import reader
 
