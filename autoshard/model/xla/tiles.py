@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 Tile = tuple[int, int]  # elements: rows and columns
-_WORD_BYTES = 4  # of a register's places
+_ROW_WORD_BYTES = 4  # of a register's places
 
 
 def padded_size(
@@ -94,7 +94,7 @@ def _size_with(shape: tuple[int, ...], row: int, column: int, tile: Tile, packed
 
 def elements_in_word(itemsize: int) -> int:
     """How many elements of so many bytes lie in one word of 32 bits."""
-    return max(1, _WORD_BYTES // max(1, itemsize))
+    return max(1, _ROW_WORD_BYTES // max(1, itemsize))
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -52,7 +52,7 @@ _OF_LOOP_OVER_ROWS = {"gather": 5, "scatter": 10}
 _OF_LOOP_OVER_PARTS = {"gather": 4, "scatter": 6}  # of a single dim
 _BESIDE_COORDINATES = 6  # of a loop over parts that begin at several coordinates, of which each is a number, too
 _OF_LONE_UPDATE = 2  # whether it is within bounds, and what is brought out; another of what is brought in
-_OF_COORDINATE = 2  # of each after the first that says where it goes
+_OF_COORDINATE = 4  # of each after the first that says where it goes
 _OF_UNREAD_BEST = {"approx_top_k": 2, "top_k": 1}  # where something reads the best elements or their places, not both
 
 
@@ -139,8 +139,10 @@ def _numbers_of_lone_update(equation: Equation) -> int:
     if named == (0,) and len(indices.shape) == 1:
         return 0
     is_number = math.prod(equation.inputs[2].shape) == 1
-    is_computed_index = isinstance(indices, Value) and is_computed(indices)  # by which negative ones count from the end
-    of_coordinates = _OF_COORDINATE * (len(named) - 1) * (not is_number) + is_computed_index
+    if isinstance(indices, Value) and is_computed(indices):
+        of_coordinates = 1  # by which negative ones count from the end; several are numbers anyway
+    else:
+        of_coordinates = _OF_COORDINATE * (len(named) - 1) * (not is_number)
     return _OF_LONE_UPDATE + (equation.primitive == "scatter" or not is_number) + of_coordinates
 
 
