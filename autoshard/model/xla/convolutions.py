@@ -71,7 +71,8 @@ class Convolutions:
         if is_depthwise:
             return self._filled(makes) * self.side / makes
         reads, columns = size(kernel, operands[1], numbers.rhs_spec[1]), kernel[numbers.rhs_spec[-1]]
-        return self._filled(columns * reads) * self._filled(makes) / (columns * reads * makes)
+        filled = self._filled(columns * reads) * self._filled(makes) / (columns * reads * makes)
+        return np.where(makes > 1, filled, 1.0)  # images of one feature are no matrix products
 
     def _filled(self, size: np.ndarray) -> np.ndarray:
         return np.ceil(size / self.side) * self.side
