@@ -49,9 +49,10 @@ def exchanged_with_host(program: Program) -> frozenset[int]:
     """Ids of the values in a device's memory that move to the host's or from there, or that are given for an answer."""
     found: set[int] = set()
     for one in program.equations:
+        moved: list[tuple[Value | np.ndarray, ...]]
         if one.primitive == "device_put":
             pairs = list(zip(one.inputs, one.outputs, strict=True))
-            moved = [pair for pair in pairs if getattr(pair[0], "on_host", False) != pair[1].on_host]
+            moved = [(read, made) for read, made in pairs if getattr(read, "on_host", False) != made.on_host]
         elif facts_of(one.primitive).from_one_device and one.outputs:
             moved = [max((one.inputs, one.outputs), key=_bytes_of)]  # what comes back lies where the rest has lain
         else:
