@@ -36,14 +36,12 @@ from autoshard.model.workspaces import (
     ShardBytes,
     has_workspace,
     is_outside_chip,
-    known_keys,
-    numbers_of,
     workspace_bytes,
 )
 from autoshard.model.xla.convolutions import image_dims_of
 from autoshard.model.xla.products import transposes
-from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.units.scalar_unit import numbers_of_value
+from autoshard.model.xla.units.work_numbers import known_keys, numbers_of
 from autoshard.operations.reduce_scatter import scatters_second
 from autoshard.program import Equation, Value
 from autoshard.propagation.rules.windows import STENCIL, WRAPS
@@ -88,6 +86,11 @@ class HeldArgument:
         """Bytes in the home layout, per option."""
         return self.prices.arrays.sizes(self.value, self.prices.memo.once(homes_of, self.options))
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether no copy of it lies in the chip's own memory."""
+        return self.value.id in self.prices.places.outside
+
     def copies(self, spans: Sequence[Span], *, copied: bool, gradient: Group | None = None) -> Iterator[HeldBytes]:
         """What it holds beside its home over these spans: its gathered copy, or, if `copied`, XLA's own.
 
@@ -98,7 +101,8 @@ class HeldArgument:
         layouts = memo.once(copies_of, self.options)
         for_all, for_narrow = (arrays.copy_sizes(self.value, layouts, readers) for readers in (None, self.narrow))
         own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
-        yield HeldBytes(self.node, (start, end), memo.once(copy_bytes, self.options, own, for_all, for_narrow))
+        size, on_chip = memo.once(copy_bytes, self.options, own, for_all, for_narrow), not self.is_outside
+        yield HeldBytes(self.node, (start, end), size, may_be_on_chip=on_chip)
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
             made = gradient.outputs[0].value
             alone = [
@@ -215,6 +219,15 @@ class HeldOutput:
         return np.array([sum(map(local_bytes, values, strategy.operand_layouts)) for strategy in self.strategies])
 
     @property
+    def numbers_beside(self) -> int:
+        """How many numbers the operations of its group work with on a TPU core."""
+        known = known_keys(self.group)
+        drawn = [one for one in self.group.equations if not one.inputs or id(one.inputs[0]) not in known]
+        whole = [all(self.reads.get(made.id) for made in one.outputs) for one in drawn]
+        pairs, is_result = zip(drawn, whole, strict=True), bool(self.returns)
+        return sum(numbers_of(one, is_read_whole=is_whole, is_result=is_result) for one, is_whole in pairs)
+
+    @property
     def is_first(self) -> bool:
         """Whether it is the first that its group makes: what the group holds once is counted with it."""
         return self.value is self.group.outputs[0].value
@@ -325,17 +338,6 @@ def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
 
 
-@of_arguments
-def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
-    """What is rounded before loops, while these turn; a gathered copy is rounded, too, and counted as that."""
-    value, arrays = argument.value, argument.prices.arrays
-    if value.id in argument.prices.rounded:
-        bare = [option.home == option.copy for option in argument.options]
-        sizes = [arrays.elements(value, option.home) * BFLOAT16_BYTES for option in argument.options]
-        loops = [loop for _, use in argument.uses if (loop := use.equation.loop)]
-        yield HeldBytes(argument.node, around(loops), np.where(bare, sizes, 0))
-
-
 @of_outputs
 def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
@@ -406,9 +408,7 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             on_chip = output.may_be_on_chip and not is_outside
             yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
-        known = known_keys(group)
-        drawn = (one for one in group.equations if not one.inputs or id(one.inputs[0]) not in known)
-        if numbers := sum(numbers_of(name, one, is_result=bool(output.returns)) for one in drawn):
+        if numbers := output.numbers_beside if output.prices.backend.number_bytes else 0:
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
 

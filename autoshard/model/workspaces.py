@@ -18,7 +18,6 @@ import numpy as np
 from jax.lax import RandomAlgorithm
 
 from autoshard.model.equations import is_computed
-from autoshard.model.groups import Group
 from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.cpu.narrow_numbers import MOVES_WINDOWS, scatter_copies, window_copies
 from autoshard.model.xla.cpu.pooling import pooling_bytes
@@ -26,9 +25,9 @@ from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
-from autoshard.model.xla.operations import is_loop_over_rows
+from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.model.xla.units.rows import gathered_bytes, scattered_bytes
-from autoshard.primitives import primitives_where
+from autoshard.model.xla.units.work_numbers import is_listed, sorts_in_halves
 from autoshard.program import Equation, Value
 
 
@@ -54,7 +53,9 @@ class ShardBytes:
 
 _CUBLAS_WORKSPACE_BYTES = 2**25  # XLA's constant for Hopper
 _LEAST_TEMPORARY_BYTES = 2**14  # of libtpu
+_TILE: Tile = (8, 128)  # of a TPU's registers
 _MOST_BLOCKS_IN_CHIP = 3.8e6  # bytes of blocks of four words; libtpu puts 3.6 MB of them into the chip, 4 MB beside it
+_PARTS_OF_QUARTERS = 8  # real and imaginary, of the four quarters
 # Rows x columns x summed elements up to which XLA's GPU compiler writes a product of float32 or wider as loops.
 _MOST_LOOPED_PRODUCT = 100
 
@@ -325,6 +326,26 @@ def _sorted_elements(shards: ShardBytes) -> float:
     return max(_LEAST_TEMPORARY_BYTES, elements * POSITION_BYTES)
 
 
+def _sorted_unread(shards: ShardBytes) -> float:
+    """Of what keeps the largest on TPU: all elements, or the places of all, if nothing reads the best of these."""
+    if all(shards.results) or sorts_in_halves(shards.equation):
+        return 0.0
+    dtype = shards.equation.inputs[0].dtype
+    size = shards.operands[0] * (1 if shards.results[1] else POSITION_BYTES / dtype.itemsize)
+    return max(_LEAST_TEMPORARY_BYTES, size)
+
+
+def _rotated_quarters(shards: ShardBytes) -> float:
+    """Of an `eigh` of complex matrices on TPU: parts of quarters of them, which a loop rotates outside the chip."""
+    matrices = shards.equation.inputs[0]
+    if matrices.dtype.kind != "c":
+        return 0.0
+    rows = matrices.shape[-1]
+    count = round(shards.operands[0] / (rows * rows * matrices.dtype.itemsize))
+    quarter = padded_size((max(1, count), -(-rows // 2), -(-rows // 2)), _TILE)
+    return _PARTS_OF_QUARTERS * max(_LEAST_TEMPORARY_BYTES, quarter * matrices.dtype.itemsize / 2)
+
+
 WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     "cpu": {
         **dict.fromkeys(("cholesky", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product"), copied),
@@ -377,6 +398,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
     },
     "tpu": {  # of what does not lie in the chip's own memory
         "compute_on": _given_to_host,
+        "eigh": _rotated_quarters,
         "gather": lambda shards: gathered_bytes(
             shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result
         ),
@@ -384,33 +406,10 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,
-        "top_k": lambda shards: shards.operands[0],
+        "top_k": _sorted_unread,
     },
 }
 
-_POSITIONS = frozenset({"argmax", "argmin"})
-_CALLBACKS = primitives_where(lambda facts: facts.from_one_device)
-
-# Backend -> primitive -> scalars that its operations keep in memory, as counted in programs compiled by libtpu.
-_SCALARS: Mapping[str, Mapping[str, int]] = {
-    "tpu": {
-        **dict.fromkeys(_POSITIONS, 3),
-        **dict.fromkeys(_CALLBACKS, 4),  # what is sent and received
-        "cholesky": 2,
-        "compute_on": 2,
-        "eigh": 5,
-        **dict.fromkeys(("coo_fromdense", "csr_fromdense"), 1),
-        "lu_pivots_to_permutation": 8,
-        "random_gamma": 23,
-        **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "threefry2x32"), 3),
-        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 16),
-        **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
-        "select_and_gather_add": 2,
-        "sort": 2,
-        "svd": 21,
-        "tridiagonal_solve": 17,
-    },
-}
 # Sparse matrices: which operands are fetched while the first of their operations runs, as in programs for v5e.
 _FETCHED_BESIDE: Mapping[str, frozenset[int]] = {
     **dict.fromkeys(("coo_fromdense", "csr_fromdense"), frozenset({0})),
@@ -419,34 +418,16 @@ _FETCHED_BESIDE: Mapping[str, frozenset[int]] = {
     **dict.fromkeys(("coo_matmat", "coo_matvec"), frozenset({0, 2, 3})),
     **dict.fromkeys(("csr_matmat", "csr_matvec"), frozenset({0, 1, 3})),
 }
-_OF_ONE_MATRIX = frozenset({"cholesky", "eigh"})  # of a batch, the counters of the loops over it are in registers
-_PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
-_SCALARS_OF_LOOPS = {"gather": 5, "scatter": 10}
-_SCALARS_OF_FLAT_LOOPS = {"gather": 4, "scatter": 6}
-_SCALARS_UNLESS_RESULTS = {"approx_top_k": 3, "lu": 4, "top_k": 2}  # where an operation reads what these make
-
-
-def _is_one_matrix(value: Value | np.ndarray) -> bool:
-    """Whether it is a single matrix, of several elements."""
-    return math.prod(value.shape[:-2]) == 1 < math.prod(value.shape)
 
 
 def is_outside_chip(backend: str, primitive: str) -> bool:
     """Whether what an operation works with lies outside a chip's own memory, wherever its results do."""
-    return backend == "tpu" and primitive in ("compute_on", "lu", "sort")
-
-
-def known_keys(group: Group) -> set[int]:
-    """The keys in a group that are made of a number in the program: XLA knows their words."""
-    seeded = (one for one in group.equations if one.primitive == "random_seed")
-    return {id(one.outputs[0]) for one in seeded if not any(isinstance(value, Value) for value in one.inputs)}
+    return backend == "tpu" and primitive in ("compute_on", "eigh", "lu", "sort", "top_k")
 
 
 def is_counted(backend: str, equation: Equation) -> bool:
     """Whether what an operation has outside a chip's own memory was counted in compiled programs, its operands too."""
-    if consists_of_several(equation):
-        return False
-    return equation.primitive in _SCALARS.get(backend, {}) or (backend == "tpu" and is_loop_over_rows(equation))
+    return backend == "tpu" and not consists_of_several(equation) and is_listed(equation)
 
 
 def consists_of_several(equation: Equation) -> bool:
@@ -457,39 +438,3 @@ def consists_of_several(equation: Equation) -> bool:
 def is_fetched_beside(equation: Equation, operand: int) -> bool:
     """Whether an operand is fetched while the operation runs that reads it: one of the last of those it consists of."""
     return operand in _FETCHED_BESIDE.get(equation.primitive, ())
-
-
-def numbers_of(backend: str, equation: Equation, *, is_result: bool = False) -> int:
-    """Numbers that an operation of XLA for TPU works with and puts into memory: flags, counters, the words of a key.
-
-    Each is a temporary of its own (`Backend.number_bytes`). The words of many keys are arrays, and no numbers.
-
-    Args:
-        backend: `Backend.name`.
-        equation: the operation.
-        is_result: whether it makes results of the program.
-    """
-    if backend == "tpu" and equation.primitive in _SCALARS_UNLESS_RESULTS:
-        return 0 if is_result else _SCALARS_UNLESS_RESULTS[equation.primitive]
-    if backend == "tpu" and is_loop_over_rows(equation):
-        is_flat = len(equation.inputs[0].shape) == 1
-        return (_SCALARS_OF_FLAT_LOOPS if is_flat else _SCALARS_OF_LOOPS)[equation.primitive[:7]]
-    if equation.primitive in _POSITIONS and equation.inputs[0].shape[equation.params["axes"][0]] == 1:
-        return 0  # the position of the only one
-    if equation.primitive == "sort" and not equation.params["is_stable"]:
-        return 0  # a stable sort counts the places of what it sorts
-    if equation.primitive == "tridiagonal_solve" and math.prod(equation.inputs[0].shape[:-1]) > 1:
-        return 0
-    if equation.primitive in _OF_ONE_MATRIX and not _is_one_matrix(equation.inputs[0]):
-        return 0
-    if equation.primitive == "rng_bit_generator" and equation.params["algorithm"] == RandomAlgorithm.RNG_DEFAULT:
-        return 0  # an instruction of the chip
-    if (
-        equation.primitive in _POSITIONS
-        and isinstance(operand := equation.inputs[0], Value)
-        and not operand.from_outside
-    ):
-        return _SCALARS.get(backend, {}).get(equation.primitive, 0) - 1
-    if equation.primitive in _PRIMITIVES_OF_KEYS and math.prod(equation.inputs[0].shape) > 1:
-        return 0
-    return _SCALARS.get(backend, {}).get(equation.primitive, 0)

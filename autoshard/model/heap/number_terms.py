@@ -24,7 +24,7 @@ def complex_parts(argument: HeldArgument) -> Iterator[HeldBytes]:
     """The real and the imaginary part of a complex number, each a number by itself, while it is used."""
     number_bytes = argument.prices.backend.number_bytes
     is_complex = getattr(argument.value.dtype, "kind", "") == "c"  # keys have none
-    if number_bytes and argument.uses and argument.value.shape == () and is_complex:
+    if number_bytes and argument.uses and math.prod(argument.value.shape) == 1 and is_complex:
         span = around(list(itertools.starmap(use_span, argument.uses)))
         usage = np.full(len(argument.options), 2 * number_bytes)
         yield HeldBytes(argument.node, span, usage, may_be_on_chip=False)

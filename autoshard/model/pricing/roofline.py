@@ -15,6 +15,7 @@ from autoshard.model.equations import inserted_operand
 from autoshard.model.groups import Group, Use, reads_images
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
+from autoshard.model.xla.convolutions import LEAST_CHANNELS_READ_AS_THEY_LIE, lies_as_images
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
@@ -56,8 +57,7 @@ class GroupWork:
             factors = frozenset(group.factors_of(equation))
             if factors not in split:
                 split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
-            filled = self.arrays.backend.matrix_unit.padding(group, pieces) if equation is group.equations[0] else 1.0
-            work += self._flops(equation) / split[factors] * filled
+            work += self._flops(equation) / split[factors] * self._padding(group, equation, pieces)
         if group.equations[0].primitive == "conv_general_dilated":
             work /= self.arrays.backend.convolutions.flops_share
         backend = self.arrays.backend
@@ -119,6 +119,13 @@ class GroupWork:
         shared = compute_seconds(work / devices, sum(sizes) / devices, dtype, self.topology)
         return self.arrays.backend.operations.seconds(group) + float(shared)
 
+    def _padding(self, group: Group, equation: Equation, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """How many times its FLOPs an equation of a group takes in the matrix unit, per strategy."""
+        if equation is not group.equations[0]:
+            return 1.0
+        backend = self.arrays.backend
+        return backend.matrix_unit.padding(group, pieces) * backend.convolutions.padding(group, pieces)
+
     def _flops(self, equation: Equation) -> float:
         products = self.arrays.backend.fourier_products
         if products.passes and equation.primitive == "fft":
@@ -143,17 +150,29 @@ class GroupWork:
     def _image_copies(
         self, group: Group, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
     ) -> np.ndarray | float:
-        """Seconds to bring images into the order of a convolution where they are arguments, and back as results."""
+        """Seconds to bring images into the order of a convolution where they are arguments, and back as results.
+
+        They are rounded on the way. Arguments of many channels are read as they lie.
+        """
         backend = self.arrays.backend
         if group.equations[0].primitive != "conv_general_dilated" or not backend.convolutions.copies_images:
             return 0.0
+        images, _, made_dims = group.equations[0].params["dimension_numbers"]
         read = (
-            self._through_memory(use.value, want) * (1 + BFLOAT16_BYTES / use.value.itemsize)
+            self._copied(use.value, want, images)
             for use, want in zip(group.uses, wants, strict=True)
-            if reads_images(use) and use.value.from_outside
+            if reads_images(use)
+            and use.value.from_outside
+            and use.value.shape[images[1]] < LEAST_CHANNELS_READ_AS_THEY_LIE
         )
-        made = self._through_memory(group.outputs[0].value, leaves[0]) * 2 * group.feeds_only_results
+        made = self._copied(group.outputs[0].value, leaves[0], made_dims) * group.feeds_only_results
         return (sum(read, start=0.0) + made) / self.topology.memory_bandwidth
+
+    def _copied(self, value: Value, layouts: Sequence[Layout], image_dims: Sequence[int]) -> np.ndarray:
+        """Bytes that pass where images that lie otherwise outside of convolutions are copied, per layout."""
+        shapes = [local_shape(value.shape, layout, self.arrays.mesh) for layout in layouts]
+        elsewhere = np.array([not lies_as_images(shape, image_dims, self.arrays.backend.tile) for shape in shapes])
+        return self._through_memory(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
 
     def _vector_seconds(
         self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]

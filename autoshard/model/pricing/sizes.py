@@ -12,7 +12,7 @@ from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import ImageDims
 from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
-from autoshard.model.xla.tiles import padded_size
+from autoshard.model.xla.tiles import elements_in_word, padded_size
 from autoshard.program import Value
 
 
@@ -54,7 +54,8 @@ class ArraySizes:
         """Bytes of `value` as a result, per layout: it lies as any array does, and not as its makers want it."""
         if not self.minor_dims(value):
             return self.sizes(value, layouts)
-        elements = [padded_size(local_shape(value.shape, one, self.mesh), self.backend.tile) for one in layouts]
+        shapes, packed = (local_shape(value.shape, one, self.mesh) for one in layouts), elements_in_word(value.itemsize)
+        elements = [padded_size(shape, self.backend.tile, packed=packed) for shape in shapes]
         return np.array(elements) * self.widths.stored(value)
 
     def shard_bytes(self, value: Value, layout: Layout) -> int:
@@ -82,7 +83,9 @@ class ArraySizes:
     def elements(self, value: Value, layout: Layout, minor: tuple[int, ...] | None = None) -> int:
         """Elements of `value` that one device has, with padding."""
         minor = minor or self.minor_dims(value)
-        key = value.shape, layout, minor
+        packed = elements_in_word(value.itemsize)
+        key = value.shape, layout, minor, packed
         if key not in self._elements:
-            self._elements[key] = padded_size(local_shape(value.shape, layout, self.mesh), self.backend.tile, minor)
+            shape = local_shape(value.shape, layout, self.mesh)
+            self._elements[key] = padded_size(shape, self.backend.tile, minor, packed)
         return self._elements[key]

@@ -2,24 +2,27 @@
 
 On TPU the batch and feature dims of images are the tiled ones, and an argument is copied to lie so. On CPU convolutions
 run at part of the FLOP rate of matrix products, and the gradient of max-pooling takes scratch copies. Groups of
-features leave most of a TPU's matrix unit idle. Images of one feature leave all of it idle. Sources: layouts and heaps
-of compiled v5e and CPU programs; the cycles that libtpu notes on convolutions of groups of 2, 4 and 16 channels, and of
-one feature of 64 to 2,048 images; measured CPU steps (`docs/benchmarks/prediction.md`).
+features leave most of a TPU's matrix unit idle, few channels leave part of it idle. Images of one feature leave all of
+it idle. Sources: layouts and heaps of compiled v5e and CPU programs; the cycles that libtpu notes on convolutions of
+groups of 2, 4 and 16 channels, of 3 to 256 channels and kernels of 1 x 1 to 16 x 16, and of one feature of 64 to 2,048
+images; measured CPU steps (`docs/benchmarks/prediction.md`).
 `tests/end_to_end/test_what_xla_does.py` compiles a CNN for CPU devices, `tests/mesh/test_targets.py` compiles for TPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autoshard.model.equations import is_kernel_gradient
-from autoshard.model.groups import Group, Use, reads_images
+from autoshard.model.groups import FactorDims, Group, Use, reads_images
+from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.program import Equation, Program
 
+LEAST_CHANNELS_READ_AS_THEY_LIE = 64  # of an argument, as half of a tile's lanes; one of 32 is copied
 _IMAGES = 8  # that lie together in a tile
 _LONE_IMAGES = 128  # images of one feature that lie side by side
 ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
@@ -35,6 +38,44 @@ class Convolutions:
     few_channels: int = 0  # per group of features, below which a tap takes longer
     tap_cycles: tuple[float, float] = (0.0, 0.0)  # of one tap at one place of 8 images, of few channels and of more
     lone_cycles: float = 0.0  # of one tap at one place of 128 images of one feature
+    side: int = 0  # rows and columns of a square of the matrix unit; 0: it is not known
+
+    def padding(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
+        """How many times its FLOPs a convolution takes, since squares of the matrix unit are filled up; per strategy.
+
+        Taps of one row of the kernel lie side by side in a square, with all channels of each. Of a gradient by a kernel
+        all taps do, and either the channels that are read or those that are made lie beside them. Where each channel is
+        a group, a tap is a square with one number per channel.
+
+        Args:
+            group: what is computed.
+            pieces: factor -> into how many pieces each strategy splits it.
+        """
+        (first, *_) = group.equations
+        if first.primitive != "conv_general_dilated" or not self.side:
+            return 1.0
+        numbers, made, kernel = first.params["dimension_numbers"], first.outputs[0].shape, first.inputs[1].shape
+        is_depthwise = first.params["feature_group_count"] > 1 and kernel[numbers.rhs_spec[1]] == 1
+        if first.params["batch_group_count"] > 1 or (first.params["feature_group_count"] > 1 and not is_depthwise):
+            return 1.0
+        results, operands = group.results[first.index][0], group.operands[first.index]
+
+        def size(shape: tuple[int, ...], dims: FactorDims, dim: int) -> np.ndarray:
+            return shape[dim] / math.prod((pieces[factor] for factor in dims[dim]), start=np.ones(1))
+
+        makes = size(made, results, numbers.out_spec[1])
+        if is_kernel_gradient(first):
+            taps, reads = math.prod(made[dim] for dim in numbers.out_spec[2:]), size(made, results, numbers.out_spec[0])
+            either = (self._filled(taps * one) * self._filled(other) for one, other in ((reads, makes), (makes, reads)))
+            return np.minimum(*either) / (taps * reads * makes)
+        if is_depthwise:
+            return self._filled(makes) * self.side / makes
+        reads, columns = size(kernel, operands[1], numbers.rhs_spec[1]), kernel[numbers.rhs_spec[-1]]
+        filled = self._filled(columns * reads) * self._filled(makes) / (columns * reads * makes)
+        return np.where(makes > 1, filled, 1.0)  # images of one feature are no matrix products
+
+    def _filled(self, size: np.ndarray) -> np.ndarray:
+        return np.ceil(size / self.side) * self.side
 
     def grouped_seconds(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """What a convolution of several groups of several features takes at least, per strategy; 0 of any other.
@@ -92,6 +133,24 @@ class Convolutions:
         taps = math.prod(first.inputs[1].shape[dim] for dim in numbers.rhs_spec[2:])
         runs = math.prod(places, start=np.ones(1)) * np.ceil(images / _LONE_IMAGES) * taps
         return np.where(features > 1, 0.0, runs * self.lone_cycles / self.clock)
+
+
+def lies_as_images(shape: tuple[int, ...], image_dims: Sequence[int], tile: Tile | None) -> bool:
+    """Whether an array lies as convolutions want images wherever it comes from, since it is padded least so.
+
+    If it is padded as little with its last two dims as rows and columns, it lies like that instead.
+
+    Args:
+        shape: on one device.
+        image_dims: its batch and feature dims come first.
+
+    >>> lies_as_images((16, 28, 28, 128), (0, 3), (8, 128)), lies_as_images((16, 56, 56, 64), (0, 3), (8, 128))
+    (True, False)
+    """
+    batch, features = image_dims[:2]
+    as_images = padded_size(shape, tile, minor=(batch, features))
+    last = len(shape) - 2, len(shape) - 1
+    return as_images == padded_size(shape, tile) and as_images < padded_size(shape, tile, minor=last)
 
 
 def image_dims(program: Program) -> dict[int, ImageDims]:

@@ -118,8 +118,9 @@ class OperationCosts:
 def is_loop_over_rows(equation: Equation) -> bool:
     """Whether XLA for TPU runs a gather or a scatter row by row, as a loop or one after the other.
 
-    So it does if each is a part of a row, as a slice is. Of few rows it gathers parts at once that are whole in the two
-    minor dims, and it writes even whole rows one by one if their places say where they begin.
+    So it does if each is a part of a row, as a slice is, or a part along several dims. Of few rows it gathers parts at
+    once that are whole in the two minor dims, and it writes even whole rows one by one if their places say where they
+    begin.
     """
     name, shapes = equation.primitive[:7], [value.shape for value in equation.inputs]
     if name not in _OPERATIONS_PER_ROW or (count := math.prod(shapes[1][:-1])) < 2:
@@ -131,7 +132,8 @@ def is_loop_over_rows(equation: Equation) -> bool:
         sizes = equation.params["slice_sizes"]
         if count < LEAST_LOOP_ROWS:
             return any(sizes[dim] < shapes[0][dim] for dim in dims if dim >= len(shapes[0]) - 2)
-        return any(_LEAST_ROW_PART <= sizes[dim] < shapes[0][dim] for dim in dims)
+        parts = [sizes[dim] for dim in dims if 1 < sizes[dim] < shapes[0][dim]]
+        return len(parts) > 1 or any(part >= _LEAST_ROW_PART for part in parts)
     parts = [shapes[2][dim] for dim in numbers.update_window_dims]
     begins = count < LEAST_LOOP_ROWS and not {*dims}.isdisjoint(numbers.scatter_dims_to_operand_dims)
     return begins or any(part < shapes[0][dim] for part, dim in zip(parts, dims, strict=True))

@@ -14,17 +14,21 @@ from collections.abc import Sequence
 import numpy as np
 
 Tile = tuple[int, int]  # elements: rows and columns
+_ROW_WORD_BYTES = 4  # of a register's places
 
 
-def padded_size(shape: tuple[int, ...], tile: Tile | None, minor: tuple[int, ...] | None = None) -> int:
+def padded_size(
+    shape: tuple[int, ...], tile: Tile | None, minor: tuple[int, ...] | None = None, packed: int = 1
+) -> int:
     """Elements that an array takes in memory, with those dims as the minor ones that pad least.
 
-    Fewer rows than a tile has are padded to a power of two.
+    Fewer rows than a tile has are padded to a power of two, and narrow ones to what fills words of 32 bits.
 
     Args:
         shape: of the array.
         tile: rows and columns; None if nothing is padded.
         minor: the dims among which the two minor ones are, if not any.
+        packed: how many elements lie in one word of 32 bits, one below the other.
 
     >>> padded_size((257, 3), (8, 128)), padded_size((16, 16, 257, 257), (8, 128))
     (1536, 25264128)
@@ -35,9 +39,9 @@ def padded_size(shape: tuple[int, ...], tile: Tile | None, minor: tuple[int, ...
     if tile is None or not size:
         return size
     if len(shape) < 2:
-        return _padded(size, tile[1])
+        return _padded(size, tile[1] * packed)
     dims = itertools.permutations(range(len(shape)) if minor is None else minor, 2)
-    return min(_size_with(shape, row, column, tile) for row, column in dims)
+    return min(_size_with(shape, row, column, tile, packed) for row, column in dims)
 
 
 @functools.cache
@@ -80,11 +84,17 @@ def row_padding(shape: tuple[int, ...], window: Sequence[int], together: int, ti
     return max(1.0, apart / max(1, together))
 
 
-def _size_with(shape: tuple[int, ...], row: int, column: int, tile: Tile) -> int:
+def _size_with(shape: tuple[int, ...], row: int, column: int, tile: Tile, packed: int = 1) -> int:
     """Elements that an array takes with these dims as rows and columns."""
     rows, columns = tile
     rest = math.prod(shape) // (shape[row] * shape[column])
-    return rest * _padded(shape[row], min(rows, 1 << (shape[row] - 1).bit_length())) * _padded(shape[column], columns)
+    least_rows = max(packed, min(rows, 1 << (shape[row] - 1).bit_length()))
+    return rest * _padded(shape[row], least_rows) * _padded(shape[column], columns)
+
+
+def elements_in_word(itemsize: int) -> int:
+    """How many elements of so many bytes lie in one word of 32 bits."""
+    return max(1, _ROW_WORD_BYTES // max(1, itemsize))
 
 
 def _padded(size: int, multiple: int) -> int:

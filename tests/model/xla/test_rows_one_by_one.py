@@ -7,8 +7,8 @@ from jax.sharding import AbstractMesh
 from programs import f32
 
 from autoshard import plan
-from autoshard.model import workspaces
 from autoshard.model.xla import operations
+from autoshard.model.xla.units import work_numbers
 from autoshard.program import trace
 
 
@@ -56,7 +56,7 @@ def test_few_parts_of_rows(monkeypatch, name):
     found = planned().verify("v5e:2x4")
     assert found.predicted_seconds == pytest.approx(found.schedule.step_seconds, rel=0.55)
     assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.2)
-    for module in (operations, workspaces):
+    for module in (operations, work_numbers):
         monkeypatch.setattr(
             module, "is_loop_over_rows", lambda equation: not one_by_one and "gather" in equation.primitive
         )

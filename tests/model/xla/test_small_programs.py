@@ -15,12 +15,13 @@ from autoshard.compiled.collectives import peak_bytes
 from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
-from autoshard.model import grouping, workspaces
+from autoshard.model import grouping
 from autoshard.model.pricing import price_lists
 from autoshard.model.xla import backends, loop_memory, operations
 from autoshard.model.xla.combining import Combining
 from autoshard.model.xla.convolutions import Convolutions
 from autoshard.model.xla.products import FourierProducts
+from autoshard.model.xla.units import work_numbers
 from autoshard.model.xla.units.streams import Streams
 from autoshard.program import reader
 
@@ -231,8 +232,7 @@ def test_what_small_programs_hold(monkeypatch, name):
     program = jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
     peak = peak_bytes(program)
     assert peak_of(fn, shapes) == pytest.approx(peak, rel=0.1)
-    numbers = dict(workspaces._SCALARS["tpu"]) | {primitive: 0}
-    monkeypatch.setattr(workspaces, "_SCALARS", {"tpu": numbers})
+    monkeypatch.setattr(work_numbers, "_NUMBERS", dict(work_numbers._NUMBERS) | {primitive: 0})
     assert peak_of(fn, shapes) != pytest.approx(peak, rel=0.1)
 
 
