@@ -65,21 +65,18 @@ def sent_slices(
         shape: of one device's part of the sum, whole.
         dim: which is cut.
         sizes: devices that talk to each other, per stage.
-        dtype: of its elements; complex ones are scattered as their real and imaginary parts. If these were padded,
-            libtpu all_reduces many of them.
+        dtype: of its elements; complex ones are scattered as their real and imaginary parts.
     """
     itemsize = np.dtype(dtype).itemsize
     if np.issubdtype(dtype, np.complexfloating):
         found = sent_slices((2, *shape), dim + 1, sizes, np.dtype(f"float{4 * itemsize}"), backend)
-        if found is None or any(one.exchanged for one in found):
-            return None
-        return tuple(SentSlice(one.elements // 2, 0) for one in found)
-    width, _ = sent_width(shape, dim, math.prod(sizes), itemsize)
+        return found and tuple(SentSlice(one.elements // 2, one.exchanged // 2) for one in found)
+    width, in_slices = sent_width(shape, dim, math.prod(sizes), itemsize)
     local, sent = math.prod(shape), []
     for size in sizes:
         local //= size
         one = _sent_slice(local, width, size, itemsize, backend)
-        if one is None:
+        if one is None or (in_slices and one.exchanged):  # those that are padded libtpu all_reduces
             return None
         sent.append(one)
     return tuple(sent)
