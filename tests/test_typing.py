@@ -60,8 +60,8 @@ REVEALED = [
 # .ci/run checks the package anyhow.
 READ = [
     "autoshard", "autoshard.api", "autoshard.decorated", "autoshard.program", "autoshard.program.program",
-    "autoshard.user_plan", "jax", "jax.sharding", "jax.stages", "jax._src.api", "jax._src.basearray", "jax._src.core",
-    "jax._src.stages",
+    "autoshard.program.user_code", "autoshard.user_plan", "jax", "jax.sharding", "jax.stages", "jax._src.api",
+    "jax._src.basearray", "jax._src.core", "jax._src.stages",
 ]  # fmt: skip
 ONLY = f"""
 [mypy-autoshard.*,jax.*,numpy.*,flax.*,optax.*]

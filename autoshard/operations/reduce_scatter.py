@@ -105,7 +105,7 @@ def scattered_product(
 def sent_width(shape: Sequence[int], dim: int, pieces: int, itemsize: int) -> tuple[int, bool]:
     """The columns of the matrix as which a sum is scattered, and whether each slice is made such a matrix by itself.
 
-    >>> sent_width((64, 256), 0, 8, 4), sent_width((8, 4096), 0, 8, 4), sent_width((1600, 50257), 0, 8, 4)
+    >>> sent_width((128, 256), 0, 8, 4), sent_width((8, 4096), 0, 8, 4), sent_width((1600, 50257), 0, 8, 4)
     ((256, False), (256, True), (50257, False))
 
     Args:

@@ -27,6 +27,11 @@ _SAME_BUFFER = frozenset({"scan_const", "scan_carry", "branch_const", "branch_jo
 _READS_RESULT_BYTES = frozenset({"dynamic_slice", "gather", "slice", "scan_slice"})  # of operands
 
 
+def _is_free(group: Group) -> bool:
+    """Whether no time is taken: by what runs on other platforms, is computed in a kernel on the way, or is a view."""
+    return group.is_idle or group.is_normalising or (group.only_moves and not (group.is_sunk or group.is_copy))
+
+
 class GroupWork:
     """What groups compute, and what goes to and from memory for it."""
 
@@ -44,8 +49,7 @@ class GroupWork:
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
-        is_free = group.is_normalising or (group.only_moves and not (group.is_sunk or group.is_copy))
-        if is_free or (group.equations[0].primitive in _SAME_BUFFER and not group.passes_before):
+        if _is_free(group) or (group.equations[0].primitive in _SAME_BUFFER and not group.passes_before):
             return [0.0] * len(strategies)
         pieces = {
             factor: np.array([shards(strategy.axes.get(factor, ()), self.arrays.mesh) for strategy in strategies])
@@ -100,8 +104,7 @@ class GroupWork:
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
-        is_free = group.is_normalising or (group.only_moves and not (group.is_sunk or group.is_copy))
-        if is_free or first.primitive in _SAME_BUFFER:
+        if _is_free(group) or first.primitive in _SAME_BUFFER:
             return 0.0
         values = {
             value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.outputs))
