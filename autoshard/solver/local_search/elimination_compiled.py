@@ -52,118 +52,17 @@ def _winner(tree):
     return at - len(tree) // 2
 
 
-class _Links(NamedTuple):
-    """The neighbours of every node that is left, as linked lists whose places are taken again once they are free."""
-
-    first: np.ndarray  # int64[nodes]: place of the first neighbour; -1: none
-    follower: np.ndarray  # int64[places]: of each place the next one in its list, or in that of free places; -1: none
-    other: np.ndarray  # int64[places]: the neighbour
-    degree: np.ndarray  # int64[nodes]: how many neighbours
-    weight: np.ndarray  # float64[nodes]: logarithm of the entries of the node's table, before the minimum is taken
-    free: np.ndarray  # int64[2]: the first free place, or -1, and the first that was never taken
-
-
 @inner()
-def _linked(graph, movable, logs):
-    """The links of the edges between movable nodes."""
-    nodes, places = len(logs), 2 * len(graph.left) + 16
-    free = np.empty(2, np.int64)
-    free[0], free[1] = -1, 0
-    links = _Links(
-        np.full(nodes, -1), np.full(places, -1), np.full(places, -1), np.zeros(nodes, np.int64), logs.copy(), free
-    )
-    for edge in range(len(graph.left)):
-        i, j = graph.left[edge], graph.right[edge]
-        if movable[i] and movable[j]:
-            _add_neighbour(links, i, j, logs)
-            _add_neighbour(links, j, i, logs)
-    return links
-
-
-@inner()
-def _add_neighbour(links, node, neighbour, logs):
-    """Puts one more neighbour of a node in front of its list; there must be a place left."""
-    place = links.free[0]
-    if place >= 0:
-        links.free[0] = links.follower[place]
-    else:
-        place = links.free[1]
-        links.free[1] += 1
-    links.other[place], links.follower[place], links.first[node] = neighbour, links.first[node], place
-    links.degree[node] += 1
-    links.weight[node] += logs[neighbour]
-
-
-@inner()
-def _with_places(links, count):
-    """The links, with so many places that were never taken at least."""
-    if links.free[1] + count <= len(links.other):
-        return links
-    more = np.full(len(links.other) + count, -1)
-    follower, other = np.concatenate((links.follower, more)), np.concatenate((links.other, more))
-    return _Links(links.first, follower, other, links.degree, links.weight, links.free)
-
-
-@inner()
-def _neighbours(links, node, found):
-    """The neighbours of a node, at the beginning of an array that is long enough."""
-    place, count = links.first[node], links.degree[node]
-    for k in range(count):
-        found[k] = links.other[place]
-        place = links.follower[place]
-    return found[:count]
-
-
-@inner()
-def _unlink(links, node, gone, logs):
-    """Takes `gone` out of the list of the neighbours of a node."""
-    place, before = links.first[node], -1
-    while links.other[place] != gone:
-        before, place = place, links.follower[place]
+def _unlink(first, follower, other, node, gone):
+    """Takes `gone` out of the list of the neighbours of a node; the link that is free now."""
+    link, before = first[node], -1
+    while other[link] != gone:
+        before, link = link, follower[link]
     if before < 0:
-        links.first[node] = links.follower[place]
+        first[node] = follower[link]
     else:
-        links.follower[before] = links.follower[place]
-    links.follower[place], links.free[0] = links.free[0], place
-    links.degree[node] -= 1
-    links.weight[node] -= logs[gone]
-
-
-@inner()
-def _tie(links, node, others, logs, seen, look):
-    """Ties a node to all others. `seen` has in which look each node was last seen, and is changed."""
-    seen[node] = look
-    place = links.first[node]
-    while place >= 0:
-        seen[links.other[place]] = look
-        place = links.follower[place]
-    for other in others:
-        if seen[other] != look:
-            _add_neighbour(links, node, other, logs)
-
-
-@inner()
-def _tournament(movable, weight, noise):
-    """A tournament tree of the movable nodes."""
-    leaves = 1
-    while leaves < len(weight):
-        leaves *= 2
-    tree = np.full(2 * leaves, np.inf)
-    for node in range(len(weight)):
-        if movable[node]:
-            tree[leaves + node] = weight[node] + noise[node]
-    for at in range(leaves - 1, 0, -1):
-        tree[at] = min(tree[2 * at], tree[2 * at + 1])
-    return tree
-
-
-@inner()
-def _written(array, at, values):
-    """An array with values written at a place, and room for them."""
-    if at + len(values) > len(array):
-        array = np.concatenate((array, np.empty(len(array) + len(values), np.int64)))
-    array[at : at + len(values)] = values
-    return array
+        follower[before] = follower[link]
+    return link
 
 
 @inner()
@@ -176,94 +75,110 @@ def _order(graph, movable, noise, reluctance, largest):
         reluctance: of each node to be frozen, in edges.
         largest: logarithm of the entries that a table may have, before the minimum is taken.
     """
-    nodes = len(noise)
-    logs, state = np.empty(nodes), np.zeros(nodes, np.int64)
+    nodes, edges = len(noise), len(graph.left)
+    logs = np.empty(nodes)
     for node in range(nodes):
         logs[node] = math.log(graph.offsets[node + 1] - graph.offsets[node])
+    first = np.full(nodes, -1)
+    follower, other = np.full(2 * edges + 16, -1), np.full(2 * edges + 16, -1)
+    degree, weight = np.zeros(nodes, np.int64), logs.copy()
+    used, free = 0, -1
+    state = np.zeros(nodes, np.int64)
+    for node in range(nodes):
         if not movable[node]:
             state[node] = FROZEN
-    links = _linked(graph, movable, logs)
-    tree = _tournament(movable, links.weight, noise)
+    for edge in range(edges):
+        i, j = graph.left[edge], graph.right[edge]
+        if movable[i] and movable[j]:
+            for a, b in ((i, j), (j, i)):
+                other[used], follower[used], first[a] = b, first[a], used
+                used += 1
+                degree[a] += 1
+                weight[a] += logs[b]
+    leaves = 1
+    while leaves < nodes:
+        leaves *= 2
+    tree = np.full(2 * leaves, np.inf)
+    for node in range(nodes):
+        if movable[node]:
+            tree[leaves + node] = weight[node] + noise[node]
+    for at in range(leaves - 1, 0, -1):
+        tree[at] = min(tree[2 * at], tree[2 * at + 1])
     order, scope_starts = np.empty(nodes, np.int64), np.zeros(nodes + 1, np.int64)
     scopes = np.empty(8 * nodes + 16, np.int64)
-    seen, found, look, steps = np.full(nodes, -1), np.empty(nodes, np.int64), 0, 0
+    seen = np.full(nodes, -1)  # in which look a node was last seen
+    look = 0
+    neighbours = np.empty(nodes, np.int64)
+    steps = 0
     while tree[1] < np.inf:
         node = _winner(tree)
-        freezes = links.weight[node] > largest and links.degree[node] > 0
+        chosen, freezes = node, weight[node] > largest and degree[node] > 0
         if freezes:
-            node = _to_freeze(links, logs, reluctance, node)
-        neighbours = _neighbours(links, node, found)
-        for other in neighbours:
-            _unlink(links, other, node, logs)
-        _play(tree, node, np.inf)
+            chosen = _to_freeze(first, follower, other, degree, logs, reluctance, node)
+        count = 0
+        link = first[chosen]
+        while link >= 0:
+            neighbours[count] = other[link]
+            count += 1
+            link = follower[link]
+        for k in range(count):
+            y = neighbours[k]
+            unlinked = _unlink(first, follower, other, y, chosen)
+            follower[unlinked], free = free, unlinked
+            degree[y] -= 1
+            weight[y] -= logs[chosen]
+        _play(tree, chosen, np.inf)
         if freezes:
-            state[node] = FROZEN
+            state[chosen] = FROZEN
         else:
-            state[node] = ELIMINATED
-            order[steps] = node
-            scopes = _written(scopes, scope_starts[steps], neighbours)
-            scope_starts[steps + 1] = scope_starts[steps] + len(neighbours)
+            state[chosen] = ELIMINATED
+            order[steps] = chosen
+            at = scope_starts[steps]
+            if at + count > len(scopes):
+                scopes = np.concatenate((scopes, np.empty(len(scopes) + count, np.int64)))
+            scopes[at : at + count] = neighbours[:count]
+            scope_starts[steps + 1] = at + count
             steps += 1
-            for other in neighbours:
-                links = _with_places(links, len(neighbours))
-                _tie(links, other, neighbours, logs, seen, look)
+            for k in range(count):
+                y = neighbours[k]
                 look += 1
-        for other in neighbours:
-            _play(tree, other, links.weight[other] + noise[other])
+                seen[y] = look
+                link = first[y]
+                while link >= 0:
+                    seen[other[link]] = look
+                    link = follower[link]
+                for z in neighbours[:count]:
+                    if seen[z] != look:
+                        if free >= 0:
+                            link, free = free, follower[free]
+                        else:
+                            if used == len(other):
+                                other = np.concatenate((other, np.full(len(other), -1)))
+                                follower = np.concatenate((follower, np.full(len(follower), -1)))
+                            link = used
+                            used += 1
+                        other[link], follower[link], first[y] = z, first[y], link
+                        degree[y] += 1
+                        weight[y] += logs[z]
+        for k in range(count):
+            y = neighbours[k]
+            _play(tree, y, weight[y] + noise[y])
     return order[:steps], scope_starts[: steps + 1], scopes[: scope_starts[steps]], state
 
 
 @inner()
-def _to_freeze(links, logs, reluctance, node):
-    """The node among this one and its neighbours that ties most together and is least reluctant."""
-    best, most = node, links.degree[node] + logs[node] - reluctance[node]
-    place = links.first[node]
-    while place >= 0:
-        other = links.other[place]
-        value = links.degree[other] + logs[other] - reluctance[other]
+def _to_freeze(first, follower, other, degree, logs, reluctance, node):
+    """The node among these neighbours that ties most together and is least reluctant."""
+    best = node
+    most = degree[node] + logs[node] - reluctance[node]
+    link = first[node]
+    while link >= 0:
+        y = other[link]
+        value = degree[y] + logs[y] - reluctance[y]
         if value > most:
-            best, most = other, value
-        place = links.follower[place]
+            best, most = y, value
+        link = follower[link]
     return best
-
-
-@inner()
-def _first_step(graph, edge, position):
-    """The step at which an edge is added up: that of its end which goes first."""
-    return min(position[graph.left[edge]], position[graph.right[edge]])
-
-
-@inner()
-def _factors(graph, position, reader):
-    """What each step adds up: where its factors start, and their kinds and numbers, edges before tables.
-
-    Args:
-        position: of every node, its step; the number of steps for those that have none.
-        reader: of every step, the one that takes up its table; -1: none.
-    """
-    steps = len(reader)
-    starts = np.zeros(steps + 1, np.int64)
-    for edge in range(len(graph.left)):
-        step = _first_step(graph, edge, position)
-        if step < steps:
-            starts[step + 1] += 1
-    for step in range(steps):
-        if reader[step] >= 0:
-            starts[reader[step] + 1] += 1
-    for step in range(steps):
-        starts[step + 1] += starts[step]
-    at = starts[:-1].copy()
-    kind, factor = np.empty(starts[steps], np.int64), np.empty(starts[steps], np.int64)
-    for edge in range(len(graph.left)):
-        step = _first_step(graph, edge, position)
-        if step < steps:
-            kind[at[step]], factor[at[step]] = EDGE, edge
-            at[step] += 1
-    for step in range(steps):
-        if reader[step] >= 0:
-            kind[at[reader[step]]], factor[at[reader[step]]] = TABLE, step
-            at[reader[step]] += 1
-    return starts, kind, factor
 
 
 @kernel()
@@ -275,8 +190,11 @@ def plan(graph, movable, noise, reluctance, largest):
     for step in range(steps):
         position[order[step]] = step
     kept, starts = np.empty(len(scopes), np.int64), np.zeros(steps + 1, np.int64)
-    table_starts, reader = np.zeros(steps + 1, np.int64), np.full(steps, -1)
-    count, work = 0, 0.0
+    count = 0
+    counts = np.zeros(steps + 1, np.int64)  # factors per step, one further on
+    table_starts = np.zeros(steps + 1, np.int64)
+    work = 0.0
+    reader = np.full(steps, -1)  # the step that takes up a step's table
     for step in range(steps):
         entries, soonest = 1, steps
         for node in scopes[scope_starts[step] : scope_starts[step + 1]]:
@@ -290,9 +208,33 @@ def plan(graph, movable, noise, reluctance, largest):
         work += entries * (graph.offsets[order[step] + 1] - graph.offsets[order[step]])
         if soonest < steps:
             reader[step] = soonest
-    factor_starts, kind, factor = _factors(graph, position, reader)
-    frozen = np.flatnonzero(state == FROZEN)
-    return EliminationPlan(order, starts, kept[:count], factor_starts, kind, factor, table_starts, frozen, work)
+            counts[soonest + 1] += 1
+    for edge in range(len(graph.left)):
+        step = min(position[graph.left[edge]], position[graph.right[edge]])
+        if step < steps:
+            counts[step + 1] += 1
+    factor_starts = counts
+    for step in range(steps):
+        factor_starts[step + 1] += factor_starts[step]
+    at = factor_starts[:-1].copy()
+    kind, factor = np.empty(factor_starts[steps], np.int64), np.empty(factor_starts[steps], np.int64)
+    for edge in range(len(graph.left)):
+        step = min(position[graph.left[edge]], position[graph.right[edge]])
+        if step < steps:
+            kind[at[step]], factor[at[step]] = EDGE, edge
+            at[step] += 1
+    for step in range(steps):
+        if reader[step] >= 0:
+            kind[at[reader[step]]], factor[at[reader[step]]] = TABLE, step
+            at[reader[step]] += 1
+    frozen, count_frozen = np.empty(len(state), np.int64), 0
+    for node in range(len(state)):
+        if state[node] == FROZEN:
+            frozen[count_frozen] = node
+            count_frozen += 1
+    return EliminationPlan(
+        order, starts, kept[:count], factor_starts, kind, factor, table_starts, frozen[:count_frozen], work
+    )
 
 
 @kernel()

@@ -79,55 +79,6 @@ def _saved(memory, lives, now, then, point):
     return saved
 
 
-@inner()
-def _bytes_over(over):
-    """Bytes over the limit, over all points."""
-    total = 0.0
-    for point in range(len(over)):
-        total += max(over[point], 0.0)
-    return total
-
-
-@inner()
-def _fullest(over):
-    """The point that is most over the limit."""
-    point = 0
-    for other in range(1, len(over)):
-        if over[other] > over[point]:
-            point = other
-    return point
-
-
-@inner()
-def _is_held(memory, lives, point):
-    """Whether one of these lives holds bytes at a point."""
-    holds = False
-    for life in lives:
-        holds |= memory.start[life] <= point < memory.end[life]
-    return holds
-
-
-@inner()
-def _cheapest_saving(graph, memory, starts, lives, choice, over, point, costs):
-    """The node and the option that are cheapest per byte saved at a point, of those that fit; -1 if there is none."""
-    best_node, best_option, least = -1, -1, np.inf
-    for node in range(len(choice)):
-        own = lives[starts[node] : starts[node + 1]]
-        if not _is_held(memory, own, point):
-            continue
-        _changes(graph, choice, node, costs)
-        now = choice[node]
-        for then in range(graph.offsets[node + 1] - graph.offsets[node]):
-            if costs[then] == np.inf:
-                continue
-            saved = min(_saved(memory, own, now, then, point), over[point])
-            if saved > 0.0:
-                rate = (costs[then] - costs[now]) / saved
-                if rate < least and _fits(memory, own, now, then, over):
-                    best_node, best_option, least = node, then, rate
-    return best_node, best_option
-
-
 @kernel()
 def repair(graph, memory, starts, lives, choice, over, most):
     """Makes a choice fit by the change that is cheapest per byte saved at the fullest point, again and again.
@@ -140,7 +91,9 @@ def repair(graph, memory, starts, lives, choice, over, most):
     costs = np.empty(graph.widest)
     first = 0.0  # bytes over the limit at the start, over all points
     for changes in range(most + 1):
-        left = _bytes_over(over)
+        left = 0.0
+        for point in range(len(over)):
+            left += max(over[point], 0.0)
         if left == 0.0:
             return True, changes
         first = max(first, left)
@@ -148,10 +101,31 @@ def repair(graph, memory, starts, lives, choice, over, most):
             changes >= TRIED_CHANGES and left * changes > SLOWNESS * (first - left) * (most - changes)
         ):
             return False, changes
-        node, option = _cheapest_saving(graph, memory, starts, lives, choice, over, _fullest(over), costs)
-        if node < 0:
+        point = 0
+        for other in range(1, len(over)):
+            if over[other] > over[point]:
+                point = other
+        best_node, best_option, least = -1, -1, np.inf
+        for node in range(len(choice)):
+            own = lives[starts[node] : starts[node + 1]]
+            present = False
+            for life in own:
+                present |= memory.start[life] <= point < memory.end[life]
+            if not present:
+                continue
+            _changes(graph, choice, node, costs)
+            now = choice[node]
+            for then in range(graph.offsets[node + 1] - graph.offsets[node]):
+                if costs[then] == np.inf:
+                    continue
+                saved = min(_saved(memory, own, now, then, point), over[point])
+                if saved > 0.0:
+                    rate = (costs[then] - costs[now]) / saved
+                    if rate < least and _fits(memory, own, now, then, over):
+                        best_node, best_option, least = node, then, rate
+        if best_node < 0:
             return False, changes
-        _take(memory, lives[starts[node] : starts[node + 1]], node, option, choice, over)
+        _take(memory, lives[starts[best_node] : starts[best_node + 1]], best_node, best_option, choice, over)
     return False, most
 
 
