@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,17 @@ from autoshard.solver.problem import Live, Problem
 ON_CHIP_SHARE = 0.05
 # Least share of the limit that temporaries in buffers of results may fill, at which they are looked at.
 LARGE_ROOM_SHARE = 0.005
+# Seconds after which a temporary leaves the chip's own memory if it is still wanted, whatever its size. Source:
+# compiled v5e programs of products, between which 1 to 16 MiB wait (`tests/model/xla/test_chip_memory.py`).
+LONGEST_ON_CHIP = 1.3e-3
+
+
+class _ExtraLife(NamedTuple):
+    """What a resharding holds beside the lives of a problem."""
+
+    span: Span
+    bytes: int  # below 0: that such a life does not hold to its end
+    holder: Span  # while the buffer is held that they belong to
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,14 @@ class Formulation:
         in_place = Elsewhere(in_results, self._sum(in_results, choice))
         if not (self.heap.on_chip or self.heap.tables) or not (room := self.prices.backend.on_chip_bytes):
             return in_place
-        small = [live for live in self.heap.on_chip if live.usage[choice[live.node]] <= room]
-        held = self._sum(small, choice) + self._in_use_by_reshardings(choice)
+        lasts = self._lasts(choice)
+        small = [
+            live
+            for live in self.heap.on_chip
+            if live.usage[choice[live.node]] <= room and lasts(live.start, live.end) <= LONGEST_ON_CHIP
+        ]
+        short = (extra for extra in self._extra_lives(choice) if lasts(*extra.holder) <= LONGEST_ON_CHIP)
+        held = np.maximum(0.0, self._sum(small, choice) + self._sum_of_spans(short))
         all_fit = len(small) == len(self.heap.on_chip) and held.max() <= room
         absent = self.heap.tables if all_fit and self.heap.is_outside_empty(choice) else []
         on_chip = Elsewhere(
@@ -180,7 +198,10 @@ class Formulation:
         return self._sum(self.problem.lives, choice) + self._in_use_by_reshardings(choice)
 
     def _in_use_by_reshardings(self, choice: Sequence[int]) -> np.ndarray:
-        return self.last_choice.once("reshardings", choice, lambda: self._sum_of_spans(self._resharding_lives(choice)))
+        return self.last_choice.once("reshardings", choice, lambda: self._sum_of_spans(self._extra_lives(choice)))
+
+    def _extra_lives(self, choice: Sequence[int]) -> list[_ExtraLife]:
+        return self.last_choice.once("extra lives", choice, lambda: list(self._resharding_lives(choice)))
 
     def _sum(self, lives: Iterable[Live], choice: Sequence[int]) -> np.ndarray:
         """Bytes of these lives, per program point."""
@@ -190,15 +211,33 @@ class Formulation:
             difference[live.end] -= live.usage[choice[live.node]]
         return difference.cumsum()
 
-    def _sum_of_spans(self, held: Iterable[tuple[Span, int]]) -> np.ndarray:
+    def _lasts(self, choice: Sequence[int]) -> Callable[[int, int], float]:
+        """How many seconds go by from one program point to another, in one turn of the loops around the first.
+
+        What is communicated on the way is left out.
+        """
+        spent = np.zeros(len(self.program.equations) + 2)
+        for group in self.groups:
+            node = self.group_node(group)
+            spent[group.point + 1] += self.problem.costs[node][choice[node]]
+        until, equations = spent.cumsum(), self.program.equations
+
+        def lasts(start: int, end: int) -> float:
+            turns = equations[start].trips if start < len(equations) else 1
+            return float(until[end] - until[start]) / turns
+
+        return lasts
+
+    def _sum_of_spans(self, extras: Iterable[_ExtraLife]) -> np.ndarray:
         """Bytes of temporaries over spans, per program point."""
         difference = np.zeros(len(self.program.equations) + 2)
-        for (start, end), extra in held:
-            difference[start] += extra * HEAP_OVERHEAD
-            difference[end] -= extra * HEAP_OVERHEAD
+        for extra in extras:
+            start, end = extra.span
+            difference[start] += extra.bytes * HEAP_OVERHEAD
+            difference[end] -= extra.bytes * HEAP_OVERHEAD
         return difference.cumsum()
 
-    def _resharding_lives(self, choice: Sequence[int]) -> Iterator[tuple[Span, int]]:
+    def _resharding_lives(self, choice: Sequence[int]) -> Iterator[_ExtraLife]:
         """What resharded values hold beside what is counted anyway, and how much less what they are made of."""
         extras = [resharding.extra(*resharding.layouts(choice), self.prices) for resharding in self.reshardings]
         both = list(zip(self.reshardings, extras, strict=True))
@@ -210,15 +249,13 @@ class Formulation:
             left, wanted = resharding.layouts(choice)
             end = resharding.used[1]
             if resharding.counts_wanted:
-                yield (
-                    (resharding.used_until(resharding.users, last), end),
-                    -self.prices.arrays.local_bytes(resharding.value, wanted),
-                )
+                less = -self.prices.arrays.local_bytes(resharding.value, wanted)
+                yield _ExtraLife((resharding.used_until(resharding.users, last), end), less, resharding.used)
             elif left != wanted:
                 end = resharding.used_until(resharding.copied_to(choice), last)
             start, first = resharding.starts(extra), resharding.begins(extra)
-            yield (first, first + 1), extra.first
-            yield (start, end), extra.then
+            yield _ExtraLife((first, first + 1), extra.first, (first, first + 1))
+            yield _ExtraLife((start, end), extra.then, (start, end))
 
     def _last_runs(self, moved: Container[tuple[int, int]]) -> list[int]:
         """Per group the last point at which it runs.

@@ -1,6 +1,7 @@
 """Temporaries that fill a TPU's own memory: the rest lies in the memory that arrays come from, as libtpu says."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,28 @@ def test_what_the_chip_holds(name):
     mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
     placed = autoshard.evaluate(loop, *shapes, in_shardings=(P(), P()), out_shardings=P(), mesh=mesh, topology=machine)
     assert placed.predicted.peak_bytes == pytest.approx(peak_bytes(program), rel=0.2)
+
+
+def waits(products, x, weights, z):
+    waiting = jnp.stack([rows @ weights[0] for rows in x])
+    z = z + waiting.sum()
+    for number in range(products):
+        z = jnp.tanh(z @ weights[number % 4])
+    return ((waiting * z.sum()) @ weights[1]).sum(0)
+
+
+@pytest.mark.parametrize("products, stays", [(4, True), (32, False)])
+def test_what_waits_for_long_leaves_the_chip(products, stays):
+    step, whole = functools.partial(waits, products), NamedSharding(target_mesh("v5e:2x4", AXES), P())
+    shapes = array(8, 1024, 1024), array(4, 1024, 1024), array(8192, 1024)
+    program = jax.jit(step, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
+    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    replicated = {"in_shardings": (P(), P(), P()), "out_shardings": P()}
+    placed = autoshard.evaluate(step, *shapes, mesh=mesh, topology="v5e:2x4", **replicated)
+    held = 4 * sum(math.prod(shape.shape) for shape in (*shapes, shapes[0]))
+    compiled, predicted = peak_bytes(program), placed.predicted.peak_bytes
+    assert (compiled < held) == stays
+    assert predicted == pytest.approx(compiled, rel=0.1)
 
 
 def product_of_sorted(x, y, **how):
