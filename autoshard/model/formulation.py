@@ -220,13 +220,8 @@ class Formulation:
         for group in self.groups:
             node = self.group_node(group)
             spent[group.point + 1] += self.problem.costs[node][choice[node]]
-        until, equations = spent.cumsum(), self.program.equations
-
-        def lasts(start: int, end: int) -> float:
-            turns = equations[start].trips if start < len(equations) else 1
-            return float(until[end] - until[start]) / turns
-
-        return lasts
+        until, turns = spent.cumsum(), [*(max(1, equation.trips) for equation in self.program.equations), 1, 1]
+        return lambda start, end: float(until[end] - until[start]) / turns[start]
 
     def _sum_of_spans(self, extras: Iterable[_ExtraLife]) -> np.ndarray:
         """Bytes of temporaries over spans, per program point."""

@@ -79,7 +79,7 @@ def assert_counted_at_least(formulation: Formulation, count: int) -> int:
         cost, peak = verify(counting, agreeing(formulation, counting, choice))
         assert cost == pytest.approx(verify(formulation.problem, choice)[0])
         # Lives count some values longer than they are held, which `peak_bytes` takes off again.
-        extra = [(span, held) for span, held in formulation._resharding_lives(choice) if held >= 0]
+        extra = [extra for extra in formulation._resharding_lives(choice) if extra.bytes >= 0]
         held = (formulation._sum(formulation.problem.lives, choice) + formulation._sum_of_spans(extra)).max()
         assert peak <= held + 1
         less += peak < held - 1
