@@ -21,6 +21,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_traceback_filtering", "off")
 # Else JAX makes a key of each program that it compiles, though there is no folder in which to look for it.
 jax.config.update("jax_enable_compilation_cache", False)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # for processes that tests start
 
 # jaxlib reads the variable once, and libtpu when it first compiles, which ends at flags that libtpu does not know.
 os.environ["XLA_FLAGS"] = compilation.CPU_ONLY
