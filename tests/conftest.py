@@ -19,6 +19,9 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 # Else JAX asks the file system about each frame of each error that passes it, as of those that a test expects.
 jax.config.update("jax_traceback_filtering", "off")
+# Else JAX makes a key of each program that it compiles, though there is no folder in which to look for it.
+jax.config.update("jax_enable_compilation_cache", False)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # for processes that tests start
 
 # jaxlib reads the variable once, and libtpu when it first compiles, which ends at flags that libtpu does not know.
 os.environ["XLA_FLAGS"] = compilation.CPU_ONLY
@@ -66,6 +69,14 @@ def little_work_once():
     """The same for one test."""
     with _little_work():
         yield
+
+
+@pytest.fixture
+def few_objects():
+    """The collector knows of no objects but those of the test: looking through all others takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

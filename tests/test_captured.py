@@ -304,6 +304,7 @@ def test_arrays_on_other_devices_and_on_explicit_axes():
         check_equal(got, X @ A)
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_placed_arrays_live_no_longer_than_the_step():
     step = autoshard(lambda x: x @ A, mesh=MESH, fixed={"A": P("x", None)})
     step(X)

@@ -41,7 +41,7 @@ def alive() -> Counter:
 
 
 @pytest.fixture
-def uncollected():
+def uncollected(few_objects):
     """Nothing looks for cycles meanwhile: only what nobody refers to is freed."""
     str(plan_of(8).compare())  # what is made once
     jax.clear_caches()

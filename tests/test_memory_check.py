@@ -234,16 +234,21 @@ def test_compilers_that_run_out_of_memory_or_refuse():
 @pytest.mark.usefixtures("little_work_once")
 def test_what_fits_by_a_hair_is_asked_of_the_compiler():
     """A limit below what predictions are relied on for: devices that are there say whether the leanest plan fits."""
+    mesh, machine = mesh_of({"x": 8}), v5e({"x": 8})
+
+    def with_devices(memory):
+        return autoshard(step, mesh=mesh, topology=machine, donate_argnums=0, memory=memory)
+
     with pytest.raises(MemoryLimitError) as caught:
-        decorated(memory=1).plan(WEIGHTS, BATCH)
+        with_devices(1).plan(WEIGHTS, BATCH)
     needed = caught.value.needed
-    made = decorated(memory=0.9 * needed).plan(WEIGHTS, BATCH)
+    made = with_devices(0.9 * needed).plan(WEIGHTS, BATCH)
     assert made.memory == 0.9 * needed and 0.85 * made.memory < made.predicted.peak_bytes <= made.memory
     assert "Its compiled program is held against the limit" in made.warnings[-1]
     assert made.compiled_peak == made.verify().actual_peak <= made.memory
 
     def without_devices(memory):  # for TPU, where temporaries lie on the chip
-        return autoshard(step, mesh=MESH.abstract_mesh, topology=MACHINE, donate_argnums=0, memory=memory)
+        return autoshard(step, mesh=mesh.abstract_mesh, topology=machine, donate_argnums=0, memory=memory)
 
     with pytest.raises(MemoryLimitError) as caught:
         without_devices(1).plan(WEIGHTS, BATCH)

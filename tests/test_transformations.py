@@ -1,8 +1,6 @@
 """The decorated function under JAX's transformations and contexts: it computes what the jit-ed one does."""
 
 import functools
-import gc
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -195,27 +193,17 @@ CUSTOM = {
 }
 
 
-@contextmanager
-def checking_leaks():
-    """JAX looks through all that Python's collector knows for tracers, again and again: it knows what is new alone."""
-    gc.collect()
-    gc.freeze()
-    try:
-        with jax.checking_leaks():
-            yield
-    finally:
-        gc.unfreeze()
-
-
+@pytest.mark.usefixtures("few_objects")  # JAX looks through all that the collector knows, again and again
 def test_nothing_leaks_of_custom_derivatives():
     """Custom derivatives in loops, branches and checkpoints leave no tracer behind, differentiated outside or in."""
     for fn in map(CUSTOM.get, ("scan of checkpoint", "cond")):
-        with checking_leaks():
+        with jax.checking_leaks():
             assert_same(sharded(fn)(W, X[0]), jax.jit(fn)(W, X[0]))
             assert_same(sharded(jax.grad(fn))(W, X[0]), jax.jit(jax.grad(fn))(W, X[0]))
             assert_same(jax.grad(sharded(fn))(W, X[0]), jax.grad(jax.jit(fn))(W, X[0]))
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_the_check_finds_leaks():
     kept = []
 
@@ -223,7 +211,7 @@ def test_the_check_finds_leaks():
         kept.append(w @ x.T)
         return kept[-1].sum()
 
-    with checking_leaks(), pytest.raises(Exception, match="Leaked trace"):
+    with jax.checking_leaks(), pytest.raises(Exception, match="Leaked trace"):
         sharded(leaking)(W, X[0])
 
 

@@ -1,8 +1,10 @@
 """Compiled bounds, block moves and searches, each on its own: against trying everything, and against themselves."""
 
+import ast
 import itertools
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +61,25 @@ def test_a_refund_that_is_forgotten_is_caught(monkeypatch):
     monkeypatch.setattr(Ascent, "set_prices", no_refund)
     with pytest.raises(AssertionError):
         assert_bounds(range(800))
+
+
+def slices_filled_by_arrays(code: str) -> list[int]:
+    """Lines on which a slice gets what is no number."""
+    return [
+        one.lineno
+        for one in ast.walk(ast.parse(code))
+        if isinstance(one, ast.Assign) and not isinstance(one.value, ast.Constant)
+        for target in one.targets
+        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice)
+    ]
+
+
+def test_slices_are_filled_by_loops():
+    """Else Numba compiles the text of an error about their shapes: 4 s of 40 for a single line."""
+    files = list(Path(message_passing_compiled.__file__).parents[1].rglob("*_compiled.py"))
+    assert len(files) > 3
+    assert not [(path.name, found) for path in files if (found := slices_filled_by_arrays(path.read_text("utf-8")))]
+    assert slices_filled_by_arrays("a[:2] = b[:2]\na[2:] = 0") == [1]
 
 
 def test_trees_are_tight():

@@ -136,7 +136,8 @@ def _order(graph, movable, noise, reluctance, largest):
             at = scope_starts[steps]
             if at + count > len(scopes):
                 scopes = np.concatenate((scopes, np.empty(len(scopes) + count, np.int64)))
-            scopes[at : at + count] = neighbours[:count]
+            for k in range(count):  # of a slice the text of an error is compiled, too
+                scopes[at + k] = neighbours[k]
             scope_starts[steps + 1] = at + count
             steps += 1
             for k in range(count):
