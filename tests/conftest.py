@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import sys
 from dataclasses import replace
 
 import compilation
@@ -40,8 +41,15 @@ gc.set_threshold(100_000, 50, 100)
 LONG = ("test_notebooks.py", "test_examples.py", "test_every_process.py", "test_hosts.py")
 
 
+# The code that draws of Hypothesis without bounds go into: numbers that it compares with are worth a try.
+DRAWN_FROM = "autoshard/solver/contest.py"
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONG)
+    if providers := sys.modules.get("hypothesis.internal.conjecture.providers"):
+        # Else it parses all of the package, in each process, and what it draws changes with any line there.
+        providers.is_local_module_file = lambda path: path.endswith(DRAWN_FROM)
 
 
 def pytest_sessionfinish():
