@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autoshard.errors import SolverError
 from autoshard.layout import Layout, MeshShape
@@ -57,8 +58,9 @@ def as_jitted(
     layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
     found = partitioned(program, rules, layouts, several, merges, hoists=backend.name in _HOISTING)
+    in_parts = replace(backend, scatters=replace(backend.scatters, over_some_axes=True, by_hand=False))
     formulated = formulator(
-        found.program, found.rules, mesh, topology, fixed=arguments, backend=backend, moves_views=True
+        found.program, found.rules, mesh, topology, fixed=arguments, backend=in_parts, moves_views=True
     )
     formulation = formulated(offered=GivenLayouts(layouts=found.layouts, wants=found.wants))
     try:

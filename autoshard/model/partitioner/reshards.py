@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, even_axes, evened
+from autoshard.model.equations import contracts
 from autoshard.model.partitioner.placed_equation import Split
 from autoshard.model.partitioner.shifts import as_slices, with_shifts
 from autoshard.model.partitioner.splits import split_of
@@ -182,7 +183,10 @@ class _ProgramBuilder:
         if left is None or left == wanted:
             return
         reduced = tuple(axis for factor in rule.reduction if factor in split for axis in split[factor])
-        if reduced and self.scatters(reduced) and _adds(left, wanted) == set(reduced):
+        added = _adds(left, wanted)
+        if reduced and added == set(reduced) and self.scatters(reduced):
+            return
+        if contracts(equation) and added and added < set(reduced):  # slices first, which the other axes add up
             return
         self.layouts[made.id] = left
         self.instead[made.id] = self.resharded(made, wanted, equation)
