@@ -145,8 +145,8 @@ def kernel_gradient(images, cotangent):
     return jax.vjp(convolved, jnp.zeros((3, 3, images.shape[-1], cotangent.shape[-1])))[1](cotangent)[0]
 
 
-def assert_gradient_as_compiled(kernel, mesh, channels=16):
-    batch, arguments = P(("x", "y")), (f32(16, 8, 8, channels), f32(16, 8, 8, 2 * channels))
+def assert_gradient_as_compiled(kernel, mesh, channels=16, batch=P(("x", "y"))):
+    arguments = f32(16, 8, 8, channels), f32(16, 8, 8, 2 * channels)
     found = autoshard.evaluate(
         kernel_gradient, *arguments, mesh=mesh, in_shardings=(batch, batch), out_shardings=kernel
     ).verify()
@@ -163,6 +163,38 @@ def test_gradients_of_weights_that_some_of_the_axes_split_on_other_machines(mach
     pytest.importorskip(library)
     for kernel in KERNELS["rows"], KERNELS["columns"]:
         assert_gradient_as_compiled(kernel, target_mesh(machine, PLANE), channels=256)
+
+
+# Of batches that lie in pieces over one of two axes: mesh, batch, kernel.
+ONE_AXIS = {
+    "the other one splits the result": (PLANE, P("x"), P(None, None, "y")),
+    "both split one dim": (PLANE, P("x"), P(None, None, None, ("x", "y"))),
+    "both split a dim of the left operand": (PLANE, P("y"), P(None, None, ("x", "y"))),
+    "both split two dims": (PLANE, P("y"), P(None, None, "x", "y")),
+    "more devices than are idle": (PLANE, P("x"), P(None, None, "x")),
+    "as many devices as are idle": ({"x": 2, "y": 2}, P("x"), P(None, None, None, "x")),
+}
+
+
+@pytest.mark.parametrize("name", ONE_AXIS)
+def test_gradients_of_batches_that_one_axis_splits(name):
+    mesh, batch, kernel = ONE_AXIS[name]
+    assert_gradient_as_compiled(kernel, mesh_of(mesh), batch=batch)
+
+
+def test_sums_in_pieces_of_what_is_made_whole_are_caught(monkeypatch):
+    def without(product, splits, first):
+        return [products._without(split, first) for split in splits]
+
+    monkeypatch.setattr(products, "_within", without)
+    with pytest.raises(AssertionError):
+        test_gradients_of_batches_that_one_axis_splits("both split one dim")
+
+
+def test_idle_devices_that_compute_the_same_are_caught(monkeypatch):
+    monkeypatch.setattr(products, "_over_idle_axes", lambda product, used: None)
+    with pytest.raises(AssertionError):
+        test_gradients_of_batches_that_one_axis_splits("as many devices as are idle")
 
 
 def test_a_gradient_that_is_added_up_whole_is_caught(monkeypatch):
