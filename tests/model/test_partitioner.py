@@ -138,6 +138,9 @@ def assert_as_compiled(left, right, result):
 KERNELS = {"rows": P(None, None, "x"), "columns": P(None, None, None, "y"), "over all": P(None, None, ("x", "y"))}
 
 
+BOTH = P(("x", "y"))
+
+
 def kernel_gradient(images, cotangent):
     def convolved(kernel):
         return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -145,7 +148,7 @@ def kernel_gradient(images, cotangent):
     return jax.vjp(convolved, jnp.zeros((3, 3, images.shape[-1], cotangent.shape[-1])))[1](cotangent)[0]
 
 
-def assert_gradient_as_compiled(kernel, mesh, channels=16, batch=P(("x", "y"))):
+def assert_gradient_as_compiled(kernel, mesh, channels=16, batch=BOTH):
     arguments = f32(16, 8, 8, channels), f32(16, 8, 8, 2 * channels)
     found = autoshard.evaluate(
         kernel_gradient, *arguments, mesh=mesh, in_shardings=(batch, batch), out_shardings=kernel
