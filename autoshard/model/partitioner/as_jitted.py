@@ -56,7 +56,8 @@ def as_jitted(
     ends = {**results, **{result: arguments[i] for i, result in program.carried.items()}}
     layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
-    found = partitioned(program, rules, layouts, several, merges, hoists=backend.name in _HOISTING)
+    hoists, turn_flops = backend.name in _HOISTING, backend.convolutions.turn_flops
+    found = partitioned(program, rules, layouts, several, merges, hoists, turn_flops)
     formulated = formulator(
         found.program, found.rules, mesh, topology, fixed=arguments, backend=backend, moves_views=True
     )
