@@ -50,9 +50,9 @@ def padded_size(
         return size
     if len(shape) < 2:
         return _padded(size, tile[1] * packed)
-    dims = itertools.permutations(range(len(shape)) if minor is None else minor, 2)
     if isinstance(minor, RowsAndColumns):
-        dims = ((minor[0], minor[1]),)
+        return _size_with(shape, *minor, tile, packed)
+    dims = itertools.permutations(range(len(shape)) if minor is None else minor, 2)
     return min(_size_with(shape, row, column, tile, packed) for row, column in dims)
 
 
