@@ -260,6 +260,8 @@ def _sequences(
 ) -> Iterator[tuple]:
     """Sums that are reduce_scattered over some of their axes, and then all_reduced over the rest: fewer bytes go over
     the rest, if that is a slow link, and each group of devices along the first ones has the whole sum.
+
+    A compiler without reduce_scatters all_reduces the whole over the first axes.
     """
     for count in range(1, len(axes)):
         for inside in itertools.combinations(axes, count):
@@ -269,6 +271,8 @@ def _sequences(
                 scattered = _scattered(layout, dim, made, stages, mesh, backend)
                 if scattered is not None:
                     sliced, finishes = scattered
+                    if not (backend.scatters.by_hand or backend.scatters.from_all_reduces):
+                        finishes = [Finish(ALL_REDUCE, inside, 0, local)]  # and a slice of it is kept
                     slice_ = local // shards(inside, mesh)
                     reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
                     yield (sliced,), (*finishes, *reduced)

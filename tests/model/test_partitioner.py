@@ -11,6 +11,7 @@ from oracles import mesh_of
 from programs import f32, formulated, random_choices, round_topology
 
 import autoshard
+from autoshard.mesh.targets import target_mesh
 from autoshard.model.formulation import Formulation
 from autoshard.model.partitioner import products, reshards
 from autoshard.model.partitioner.choosing import GivenLayouts, as_given
@@ -131,6 +132,78 @@ def assert_as_compiled(left, right, result):
     shardings = {"in_shardings": (left, right), "out_shardings": result}
     found = autoshard.evaluate(jnp.matmul, *arrays, mesh=mesh_of(PLANE), **shardings).verify()
     assert found.collectives_agree, str(found)
+
+
+# Gradients of weights that lie in pieces over some axes of the batch, as in hybrid sharded data parallel.
+KERNELS = {"rows": P(None, None, "x"), "columns": P(None, None, None, "y"), "over all": P(None, None, ("x", "y"))}
+
+
+BOTH = P(("x", "y"))
+
+
+def kernel_gradient(images, cotangent):
+    def convolved(kernel):
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    return jax.vjp(convolved, jnp.zeros((3, 3, images.shape[-1], cotangent.shape[-1])))[1](cotangent)[0]
+
+
+def assert_gradient_as_compiled(kernel, mesh, channels=16, batch=BOTH):
+    arguments = f32(16, 8, 8, channels), f32(16, 8, 8, 2 * channels)
+    found = autoshard.evaluate(
+        kernel_gradient, *arguments, mesh=mesh, in_shardings=(batch, batch), out_shardings=kernel
+    ).verify()
+    assert found.collectives_agree and found.actual, str(found)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_gradients_of_weights_that_some_of_the_axes_split(name):
+    assert_gradient_as_compiled(KERNELS[name], mesh_of(PLANE))
+
+
+@pytest.mark.parametrize("machine, library", [("v5e:2x4", "libtpu"), ("h100:1x8", "jax_cuda13_plugin")])
+def test_gradients_of_weights_that_some_of_the_axes_split_on_other_machines(machine, library):
+    pytest.importorskip(library)
+    for kernel in KERNELS["rows"], KERNELS["columns"]:
+        assert_gradient_as_compiled(kernel, target_mesh(machine, PLANE), channels=256)
+
+
+# Of batches that lie in pieces over one of two axes: mesh, batch, kernel.
+ONE_AXIS = {
+    "the other one splits the result": (PLANE, P("x"), P(None, None, "y")),
+    "both split one dim": (PLANE, P("x"), P(None, None, None, ("x", "y"))),
+    "both split a dim of the left operand": (PLANE, P("y"), P(None, None, ("x", "y"))),
+    "both split two dims": (PLANE, P("y"), P(None, None, "x", "y")),
+    "more devices than are idle": (PLANE, P("x"), P(None, None, "x")),
+    "as many devices as are idle": ({"x": 2, "y": 2}, P("x"), P(None, None, None, "x")),
+}
+
+
+@pytest.mark.parametrize("name", ONE_AXIS)
+def test_gradients_of_batches_that_one_axis_splits(name):
+    mesh, batch, kernel = ONE_AXIS[name]
+    assert_gradient_as_compiled(kernel, mesh_of(mesh), batch=batch)
+
+
+def test_sums_in_pieces_of_what_is_made_whole_are_caught(monkeypatch):
+    def without(product, splits, first):
+        return [products._without(split, first) for split in splits]
+
+    monkeypatch.setattr(products, "_within", without)
+    with pytest.raises(AssertionError):
+        test_gradients_of_batches_that_one_axis_splits("both split one dim")
+
+
+def test_idle_devices_that_compute_the_same_are_caught(monkeypatch):
+    monkeypatch.setattr(products, "_over_idle_axes", lambda product, used: None)
+    with pytest.raises(AssertionError):
+        test_gradients_of_batches_that_one_axis_splits("as many devices as are idle")
+
+
+def test_a_gradient_that_is_added_up_whole_is_caught(monkeypatch):
+    monkeypatch.setattr(reshards, "contracts", lambda equation: False)
+    with pytest.raises(AssertionError):
+        assert_gradient_as_compiled(KERNELS["rows"], mesh_of(PLANE))
 
 
 def test_products_split_otherwise_are_caught(monkeypatch):

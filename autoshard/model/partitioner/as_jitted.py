@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autoshard.errors import SolverError
 from autoshard.layout import Layout, MeshShape
@@ -56,9 +57,11 @@ def as_jitted(
     ends = {**results, **{result: arguments[i] for i, result in program.carried.items()}}
     layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
-    found = partitioned(program, rules, layouts, several, merges, hoists=backend.name in _HOISTING)
+    hoists, turn_flops = backend.name in _HOISTING, backend.convolutions.turn_flops
+    found = partitioned(program, rules, layouts, several, merges, hoists, turn_flops)
+    in_parts = replace(backend, scatters=replace(backend.scatters, over_some_axes=True, by_hand=False))
     formulated = formulator(
-        found.program, found.rules, mesh, topology, fixed=arguments, backend=backend, moves_views=True
+        found.program, found.rules, mesh, topology, fixed=arguments, backend=in_parts, moves_views=True
     )
     formulation = formulated(offered=GivenLayouts(layouts=found.layouts, wants=found.wants))
     try:

@@ -8,6 +8,8 @@ and the result. The partitioner looks for axes that two tensors have in one plac
 2. Otherwise some axes are settled, those of one kind, and the rest as if each piece were a product of its own. Of the
    kinds that match, the one that holds the fewest bytes goes first, then the one that moves the fewest.
 3. Where no two tensors agree, operands go where the result wants them.
+4. A sum over axes that split the result, too, is shared out over as many devices that would compute the same. If these
+   are more, XLA uses some of them, which no layout over whole axes says: this is not modelled.
 
 Axes that are settled are gathered wherever else they split an operand. Those of the first step are gathered for the
 whole product, the others among the devices that have one piece. XLA writes the collectives of the two differently, so
@@ -50,7 +52,18 @@ def product_split(placed: PlacedEquation) -> SettledSplit:
     """The factors that XLA splits of a product, and over which axes."""
     product = PlacedProduct(placed)
     used = frozenset().union(*map(_axes, product.splits))
-    return _settled(product, product.splits, used)
+    return _over_idle_axes(product, used) or _settled(product, product.splits, used)
+
+
+def _over_idle_axes(product: PlacedProduct, used: frozenset[str]) -> SettledSplit | None:
+    """A sum over axes that split the result, too, where as many devices would compute the same: these share it out."""
+    left, right, made = product.splits
+    summed = product.of_kind(left, CONTRACTED)
+    idle = tuple(axis for axis in product.mesh if axis not in used)
+    is_shared = summed and summed == left == right and len(made) == 1 and _axes(made) == used
+    if not is_shared or shards(idle, product.mesh) != shards(tuple(used), product.mesh):
+        return None
+    return SettledSplit({**summed, **dict.fromkeys(made, idle)})
 
 
 def _settled(product: PlacedProduct, splits: Sequence[Split], axes: frozenset[str]) -> SettledSplit:
@@ -63,7 +76,7 @@ def _settled(product: PlacedProduct, splits: Sequence[Split], axes: frozenset[st
     ways = []
     for first in _matches(product, splits):
         inner = axes - _axes(first)
-        then = _settled(product, [_without(split, first) for split in splits], inner)
+        then = _settled(product, _within(product, splits, first), inner)
         ways.append(SettledSplit({**first, **_joined(first, then.split)}, inner))
     if ways:
         return min(ways, key=lambda way: product.placed.cost(way.split))
@@ -153,6 +166,20 @@ def _without(split: Split, settled: Split) -> Split:
     gone = _axes(settled)
     kept = {factor: tuple(axis for axis in axes if axis not in gone) for factor, axes in split.items()}
     return {factor: axes for factor, axes in kept.items() if axes}
+
+
+def _within(product: PlacedProduct, splits: Sequence[Split], first: Split) -> list[Split]:
+    """What is left of the splits in each piece of what is settled.
+
+    Each device makes all of a dim of the result that is to be split over axes of a sum and over others, if no operand
+    has that dim in pieces.
+    """
+    left, right, made = (_without(split, first) for split in splits)
+    if product.of_kind(first, CONTRACTED) == first:
+        gone = _axes(first)
+        mixed = {factor for factor, axes in splits[2].items() if not gone.isdisjoint(axes)}
+        made = {factor: axes for factor, axes in made.items() if factor not in mixed or factor in {**left, **right}}
+    return [left, right, made]
 
 
 def _joined(first: Split, then: Split) -> Split:

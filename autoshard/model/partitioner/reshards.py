@@ -21,9 +21,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autoshard.layout import Layout, MeshShape, even_axes, evened
+from autoshard.model.equations import contracts
 from autoshard.model.partitioner.placed_equation import Split
 from autoshard.model.partitioner.shifts import as_slices, with_shifts
 from autoshard.model.partitioner.splits import split_of
+from autoshard.model.partitioner.turns import turns_of
+from autoshard.model.xla.convolutions import TURNS
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation import rule_of
@@ -51,6 +54,7 @@ def partitioned(
     mesh: MeshShape,
     scatters: Callable[[tuple[str, ...]], bool],
     hoists: bool,
+    turn_flops: float = 0.0,
 ) -> PartitionedProgram:
     """The program as it is partitioned under these layouts.
 
@@ -59,12 +63,13 @@ def partitioned(
         mesh: axis -> devices, of more than one.
         scatters: whether an all_reduce over axes and a slice become a reduce_scatter.
         hoists: whether what every turn of a loop would reshard alike is resharded once before the loop.
+        turn_flops: per byte that goes round, from which on convolutions are made in turns; 0: none is.
     """
     shapes = {value.id: value.shape for value in program.values}
     even = {id_: _in_order(shapes[id_], layout, mesh) for id_, layout in layouts.items()}
     hoisted: frozenset[tuple[int, Layout]] = frozenset()
     while True:  # once more if loops read what can be resharded before them
-        rewriting = _ProgramBuilder(program, dict(even), mesh, scatters, hoisted)
+        rewriting = _ProgramBuilder(program, dict(even), mesh, scatters, hoisted, turn_flops)
         for equation, rule in zip(program.equations, rules, strict=True):
             rewriting.add(equation, rule)
         if not hoists or rewriting.invariant <= hoisted:
@@ -88,6 +93,7 @@ class _ProgramBuilder:
     mesh: MeshShape
     scatters: Callable[[tuple[str, ...]], bool]
     hoisted: frozenset[tuple[int, Layout]]  # what a loop reads in every turn, and a layout in which it enters as well
+    turn_flops: float = 0.0  # per byte that goes round, from which on convolutions are made in turns
     invariant: set[tuple[int, Layout]] = field(default_factory=set)  # what could be hoisted so
     equations: list[Equation] = field(default_factory=list)
     rules: list[Rule] = field(default_factory=list)
@@ -115,6 +121,12 @@ class _ProgramBuilder:
         settled = split_of(equation, rule, operands, results, self.mesh)
         split = settled.split
         wants = [self.layout(dims, split, rule) for dims in rule.operands]
+        if self.turn_flops and equation.primitive == "conv_general_dilated":
+            leaves = [self.layout(dims, split, rule) for dims in rule.results]
+            turns = turns_of(
+                equation, self.program, [*operands, *results], [*wants, *leaves], self.mesh, self.turn_flops
+            )
+            equation = equation if turns is None else replace(equation, params={**equation.params, TURNS: turns})
         fuses = _may_fuse(equation, rule)
         for i, (x, lies, want) in enumerate(zip(inputs, operands, wants, strict=True)):
             if not isinstance(x, Value) or lies is None or want is None or lies == want:
@@ -182,7 +194,10 @@ class _ProgramBuilder:
         if left is None or left == wanted:
             return
         reduced = tuple(axis for factor in rule.reduction if factor in split for axis in split[factor])
-        if reduced and self.scatters(reduced) and _adds(left, wanted) == set(reduced):
+        added = _adds(left, wanted)
+        if reduced and added == set(reduced) and self.scatters(reduced):
+            return
+        if contracts(equation) and added and added < set(reduced):  # slices first, which the other axes add up
             return
         self.layouts[made.id] = left
         self.instead[made.id] = self.resharded(made, wanted, equation)

@@ -28,7 +28,7 @@ from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.regions.pricing import REGIONS, Region, RegionPrices
 from autoshard.model.strategies import Finish, Strategy
 from autoshard.model.xla.backends import CPU, Backend
-from autoshard.model.xla.convolutions import ImageDims
+from autoshard.model.xla.convolutions import TURNS, ImageDims
 from autoshard.model.xla.gathers import combined
 from autoshard.model.xla.operations import OperationCosts
 from autoshard.model.xla.overlap import Overlap
@@ -492,4 +492,5 @@ class PriceList:
             None if group.read_before is None else tuple(one.value.id in group.read_before for one in group.uses),
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),
+            group.equations[0].params.get(TURNS),
         )

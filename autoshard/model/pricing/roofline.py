@@ -15,7 +15,12 @@ from autoshard.model.equations import inserted_operand
 from autoshard.model.groups import Group, Use, reads_images
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
-from autoshard.model.xla.convolutions import LEAST_CHANNELS_READ_AS_THEY_LIE, lies_as_images
+from autoshard.model.xla.convolutions import (
+    LEAST_CHANNELS_READ_AS_THEY_LIE,
+    TURNS,
+    bytes_of_turns,
+    lies_as_images,
+)
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import row_padding
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
@@ -273,9 +278,14 @@ class GroupWork:
             least = sum((self.arrays.sizes(use.value, want) for use, want in pairs), start=np.zeros(1))
             moved = np.maximum(2 * inserted, least)
             return np.where(moved, moved, 2 * written) + group.passes_before * written
+        again: np.ndarray | float = 0.0
+        if TURNS in first.params:
+            arrays = [(use.value, want) for use, want in zip(group.uses, wants, strict=True) if use.equation is first]
+            sizes = [self.arrays.sizes(*one) for one in (*arrays, (group.outputs[0].value, leaves[0]))]
+            again = bytes_of_turns(first, sizes)
         passes = self.arrays.backend.fourier_products.memory_passes if first.primitive == "fft" else 0.0
         read = self._read_bytes(zip(group.uses, wants, strict=True))
-        return read + written + passes * np.maximum(read, written)
+        return read + written + again + passes * np.maximum(read, written)
 
     def _read_bytes(
         self, uses: Iterable[tuple[Use, Sequence[Layout]]], streaming_past: Container[int] | None = None

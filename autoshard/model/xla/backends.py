@@ -142,7 +142,13 @@ V5E = Backend(
     on_chip_bytes=88 * 2**20,  # of 128 MiB; arguments are copied there, too (`tests/model/xla/test_chip_memory.py`)
     combining=Combining(below_bytes=2**26),
     convolutions=Convolutions(
-        copies_images=True, clock=1.5e9, few_channels=16, tap_cycles=(2.1, 0.7), lone_cycles=2.1, side=128
+        copies_images=True,
+        clock=1.5e9,
+        few_channels=16,
+        tap_cycles=(2.1, 0.7),
+        lone_cycles=2.1,
+        side=128,
+        turn_flops=4300,
     ),
     fourier_products=FourierProducts(passes=6, side=128, memory_passes=2.5),
     fusion=Fusion(

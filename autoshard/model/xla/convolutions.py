@@ -19,13 +19,26 @@ import numpy as np
 
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import FactorDims, Group, Use, reads_images
-from autoshard.model.xla.tiles import Tile, padded_size
+from autoshard.model.xla.tiles import RowsAndColumns, Tile, padded_size
 from autoshard.program import Equation, Program
 
 LEAST_CHANNELS_READ_AS_THEY_LIE = 64  # of an argument, as half of a tile's lanes; one of 32 is copied
 _IMAGES = 8  # that lie together in a tile
 _LONE_IMAGES = 128  # images of one feature that lie side by side
+TURNS = "turns"  # parameter of a convolution that XLA makes piece by piece: a `Turns`
+_PACKED_ROWS = 16  # of a tile of bfloat16
+_INSERT_PASSES = 3.0  # of a result through memory, while pieces of whole tiles are put into it
 ImageDims = tuple[int, int]  # batch and feature dims of a value that lies as convolutions want images
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How devices make a convolution piece by piece, while the pieces of one of its tensors go round between them."""
+
+    tensor: int  # 0: the images, 1: the kernel, 2: the result
+    dim: int  # of the tensor, which lies in pieces
+    count: int  # of turns, each with one or two pieces
+    by_batch: bool  # images lie with their batch as the last dim, which pads pieces of few channels least
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Convolutions:
     tap_cycles: tuple[float, float] = (0.0, 0.0)  # of one tap at one place of 8 images, of few channels and of more
     lone_cycles: float = 0.0  # of one tap at one place of 128 images of one feature
     side: int = 0  # rows and columns of a square of the matrix unit; 0: it is not known
+    turn_flops: float = 0.0  # FLOP per byte of what goes round, above which one is made in turns; 0: none is
 
     def padding(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """How many times its FLOPs a convolution takes, since squares of the matrix unit are filled up; per strategy.
@@ -59,6 +73,9 @@ class Convolutions:
         if first.params["batch_group_count"] > 1 or (first.params["feature_group_count"] > 1 and not is_depthwise):
             return 1.0
         results, operands = group.results[first.index][0], group.operands[first.index]
+        if (turns := first.params.get(TURNS)) is not None:
+            dims = (*operands, results)[turns.tensor][turns.dim]
+            pieces = {**pieces, **{factor: pieces[factor] * turns.count for factor in dims[:1]}}
 
         def size(shape: tuple[int, ...], dims: FactorDims, dim: int) -> np.ndarray:
             return shape[dim] / math.prod((pieces[factor] for factor in dims[dim]), start=np.ones(1))
@@ -135,6 +152,30 @@ class Convolutions:
         return np.where(features > 1, 0.0, runs * self.lone_cycles / self.clock)
 
 
+def bytes_of_turns(first: Equation, sizes: Sequence[np.ndarray]) -> np.ndarray | float:
+    """Bytes that pass through memory since a convolution is made in turns, beside those of one turn; per strategy.
+
+    What does not go round is read in every turn, or added to. Pieces that stay apart are put into the result, which is
+    filled with zeros before.
+
+    Args:
+        first: the convolution.
+        sizes: bytes of the images, the kernel and the result on one device.
+    """
+    turns = first.params.get(TURNS)
+    if turns is None:
+        return 0.0
+    images, kernel, result = sizes
+    numbers, again = first.params["dimension_numbers"], turns.count - 1
+    if turns.tensor == 2:
+        return again * (kernel if turns.dim == numbers.out_spec[0] else images)
+    if turns.dim == (numbers.rhs_spec if turns.tensor else numbers.lhs_spec)[1]:
+        return again * result
+    channels = first.inputs[1].shape[turns.dim] // (2 * turns.count) if turns.tensor else _PACKED_ROWS
+    passes = 1 + _INSERT_PASSES * max(1.0, _PACKED_ROWS / max(1, channels))
+    return again * (images if turns.tensor else kernel) + passes * result
+
+
 def lies_as_images(shape: tuple[int, ...], image_dims: Sequence[int], tile: Tile | None) -> bool:
     """Whether an array lies as convolutions want images wherever it comes from, since it is padded least so.
 
@@ -159,10 +200,24 @@ def image_dims(program: Program) -> dict[int, ImageDims]:
     for equation in program.equations:
         if equation.primitive == "conv_general_dilated":
             images, _, made = equation.params["dimension_numbers"]
+            found |= _lying_by_batch(equation)
             found.setdefault(equation.inputs[0].shape, images[:2])
             found.setdefault(equation.outputs[0].shape, made[:2])
     made_inside = (output for equation in program.equations for output in equation.outputs)
     return {value.id: found[value.shape] for value in made_inside if value.shape in found}
+
+
+def _lying_by_batch(equation: Equation) -> dict[tuple[int, ...], ImageDims]:
+    """Shapes of images that lie with their batch last, since a convolution is made in turns -> features and batch."""
+    turns = equation.params.get(TURNS)
+    if turns is None or not turns.by_batch:
+        return {}
+    images, kernel, made = equation.params["dimension_numbers"]
+    if not is_kernel_gradient(equation):
+        read, left = RowsAndColumns((images[1], images[0])), RowsAndColumns((made[1], made[0]))
+        return {equation.inputs[0].shape: read, equation.outputs[0].shape: left}
+    cut, dims = (0, images) if turns.dim == made[0] else (1, kernel)
+    return {equation.inputs[cut].shape: RowsAndColumns((dims[0], dims[1]))}
 
 
 def reads_rounded(equation: Equation, group: Group) -> bool:

@@ -31,6 +31,7 @@ class Scatters:
     from_all_reduces: bool = True  # whether an all_reduce and a slice become a reduce_scatter
     over_all_up_to: float = math.inf  # devices of a program: one over all of more is an all_reduce, and a slice
     chip_rows: int = 0  # of tiles, which a device's slice has to fill to be scattered (`fills_tiles`); 0: any slice is
+    by_hand: bool = True  # whether we run those that the compiler does not have, as in programs that `lower` makes
     over_some_axes: bool = False  # whether one over some axes of a sum, and an all_reduce over the others, are a choice
 
 

@@ -17,6 +17,16 @@ Tile = tuple[int, int]  # elements: rows and columns
 _ROW_WORD_BYTES = 4  # of a register's places
 
 
+class RowsAndColumns(tuple[int, int]):
+    """Two minor dims of an array: the first is the rows, and the second the columns, whichever way pads less."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowsAndColumns) and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((RowsAndColumns, *self))
+
+
 def padded_size(
     shape: tuple[int, ...], tile: Tile | None, minor: tuple[int, ...] | None = None, packed: int = 1
 ) -> int:
@@ -27,7 +37,7 @@ def padded_size(
     Args:
         shape: of the array.
         tile: rows and columns; None if nothing is padded.
-        minor: the dims among which the two minor ones are, if not any.
+        minor: the dims among which the two minor ones are, if not any; or which those are (`RowsAndColumns`).
         packed: how many elements lie in one word of 32 bits, one below the other.
 
     >>> padded_size((257, 3), (8, 128)), padded_size((16, 16, 257, 257), (8, 128))
@@ -40,6 +50,8 @@ def padded_size(
         return size
     if len(shape) < 2:
         return _padded(size, tile[1] * packed)
+    if isinstance(minor, RowsAndColumns):
+        return _size_with(shape, *minor, tile, packed)
     dims = itertools.permutations(range(len(shape)) if minor is None else minor, 2)
     return min(_size_with(shape, row, column, tile, packed) for row, column in dims)
 
