@@ -32,11 +32,12 @@ def step(first, second, images):
     return first - gradients[0], second - gradients[1]
 
 
-def evaluated(size: int, mesh):
-    shapes = (TAPS, TAPS, CHANNELS, CHANNELS), (TAPS, TAPS, CHANNELS, CHANNELS), (512, size, size, CHANNELS)
+def evaluated(size: int, mesh, topology=TOPOLOGY):
+    kernel, images = (TAPS, TAPS, CHANNELS, CHANNELS), (32 * mesh.size, size, size, CHANNELS)
+    shapes = kernel, kernel, images
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     specs = P(None, None, None, ALL), P(None, None, ALL), P(ALL)
-    return autoshard.evaluate(step, *arrays, mesh=mesh, topology=TOPOLOGY, in_shardings=specs, donate_argnums=(0, 1))
+    return autoshard.evaluate(step, *arrays, mesh=mesh, topology=topology, in_shardings=specs, donate_argnums=(0, 1))
 
 
 @pytest.fixture
@@ -62,6 +63,16 @@ def test_in_turns_or_at_once(found):
     found.clear()
     small = evaluated(2, ABSTRACT).predicted
     assert not found and small.collectives
+
+
+@pytest.mark.parametrize(
+    "machine, sides, turns",
+    [("v5e:2x2", (2, 2), True), ("v5e:8x8", (8, 8), False), ("v5p:2x2x1", (2, 2), False), ("v5p:2x2x4", (4, 4), True)],
+)
+def test_devices_that_make_turns(found, machine, sides, turns):
+    """As compiled programs have it: pieces that go round, or one gather; among 64, an all_reduce."""
+    evaluated(56, jax.sharding.AbstractMesh(sides, ALL), machine)
+    assert bool(found) == turns
 
 
 @pytest.mark.slow

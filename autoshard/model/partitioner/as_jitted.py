@@ -8,6 +8,7 @@ but what is left open: which of several readers share a copy.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -57,7 +58,8 @@ def as_jitted(
     ends = {**results, **{result: arguments[i] for i, result in program.carried.items()}}
     layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
-    hoists, turn_flops = backend.name in _HOISTING, backend.convolutions.turn_flops
+    hoists, (fewest, most) = backend.name in _HOISTING, backend.convolutions.turn_devices
+    turn_flops = backend.convolutions.turn_flops if fewest <= math.prod(mesh.values()) <= most else 0.0
     found = partitioned(program, rules, layouts, several, merges, hoists, turn_flops)
     in_parts = replace(backend, scatters=replace(backend.scatters, over_some_axes=True, by_hand=False))
     formulated = formulator(

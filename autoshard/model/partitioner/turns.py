@@ -3,7 +3,7 @@
 If all devices have a piece each of one tensor, and the convolution needs all of it, the partitioner for TPU gathers
 nothing: the pieces go round, and every turn works on two. So it does with sums that are to lie in pieces. A model of
 `GetWindowedEinsumConfiguration` (openxla/xla, xla/service/spmd/dot_handler.cc). What is gathered for another reader
-anyway is gathered, and so is what gives little to compute. On few devices nobody's messages are shorter in turns.
+anyway is gathered, and so is what gives little to compute, or lies on many devices (`Convolutions.turn_devices`).
 Measured on v5e:2x4 and v5e:4x4 by products of 512 x 512 to 4096 x 1024 numbers, of 448 to 2,048 rows on each device:
 both begin at 8,192 to 9,216 rows of all devices, whatever else is large or small, if numbers have four bytes.
 """
@@ -20,7 +20,6 @@ from autoshard.model.xla.convolutions import Turns
 from autoshard.model.xla.tiles import RowsAndColumns, padded_size
 from autoshard.program import Equation, Program, Value
 
-_FEWEST_DEVICES = 5  # among up to 4 a product in turns sends no less
 _TILE = (8, 128)
 
 
@@ -40,9 +39,9 @@ def turns_of(
         mesh: axis -> devices, of more than one.
         flops_per_byte: of what goes round, from which on it does; 0: nothing does.
     """
-    devices = math.prod(mesh.values())
-    if equation.primitive != "conv_general_dilated" or not flops_per_byte or devices < _FEWEST_DEVICES:
+    if equation.primitive != "conv_general_dilated" or not flops_per_byte:
         return None
+    devices = math.prod(mesh.values())
     tensors = (*equation.inputs, *equation.outputs)
     for index in (1, 0, 2):
         tensor, source, target = tensors[index], lies[index], wants[index]
@@ -55,7 +54,7 @@ def turns_of(
             continue
         if index < 2 and _is_gathered_anyway(equation, tensor, program):
             continue
-        count = devices // 2 if devices % 4 == 0 else devices
+        count = devices // 2 if devices > 4 and devices % 4 == 0 else devices
         return Turns(index, dim, count, _lies_by_batch(equation, wants, mesh, tensor.shape[dim] // devices))
     return None
 

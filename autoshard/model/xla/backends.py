@@ -224,6 +224,7 @@ V5P = replace(
     V5E,
     chip="v5p",
     measured_on="v5p",
+    convolutions=replace(V5E.convolutions, turn_devices=(5, 32)),
     fourier_products=replace(V5E.fourier_products, passes=11),  # by libtpu's cycles, of 256 points
     on_chip_bytes=2 * 2**20,  # of 64 MiB, by programs that are compiled for 2x2x2
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),

@@ -53,6 +53,7 @@ class Convolutions:
     lone_cycles: float = 0.0  # of one tap at one place of 128 images of one feature
     side: int = 0  # rows and columns of a square of the matrix unit; 0: it is not known
     turn_flops: float = 0.0  # FLOP per byte of what goes round, above which one is made in turns; 0: none is
+    turn_devices: tuple[int, int] = (4, 32)  # the fewest and the most of a program that makes any in turns
 
     def padding(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """How many times its FLOPs a convolution takes, since squares of the matrix unit are filled up; per strategy.
