@@ -149,11 +149,16 @@ class Faults:
         self.file.write_text(self.text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # JAX warns of forks; the child does not call it
+            began, begins = os.pipe()
             child = os.fork()
         if child == 0:
+            os.write(begins, b".")
             while True:
                 self.write(self.file, self.text)
-        time.sleep(self.random.uniform(0, 0.02))
+        os.read(began, 1)
+        os.close(began)
+        os.close(begins)
+        time.sleep(self.random.uniform(0.002, 0.02))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         return self.file_is_lost()
