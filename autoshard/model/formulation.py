@@ -44,9 +44,6 @@ from autoshard.solver.problem import Live, Problem
 ON_CHIP_SHARE = 0.05
 # Least share of the limit that temporaries in buffers of results may fill, at which they are looked at.
 LARGE_ROOM_SHARE = 0.005
-# Seconds after which a temporary leaves the chip's own memory if it is still wanted, whatever its size. Source:
-# compiled v5e programs of products, between which 1 to 16 MiB wait (`tests/model/xla/test_chip_memory.py`).
-LONGEST_ON_CHIP = 1.3e-3
 
 
 class _ExtraLife(NamedTuple):
@@ -164,13 +161,13 @@ class Formulation:
         in_place = Elsewhere(in_results, self._sum(in_results, choice))
         if not (self.heap.on_chip or self.heap.tables) or not (room := self.prices.backend.on_chip_bytes):
             return in_place
-        lasts = self._lasts(choice)
+        lasts, longest = self._lasts(choice), self.prices.backend.on_chip_seconds
         small = [
             live
             for live in self.heap.on_chip
-            if live.usage[choice[live.node]] <= room and lasts(live.start, live.end) <= LONGEST_ON_CHIP
+            if live.usage[choice[live.node]] <= room and lasts(live.start, live.end) <= longest
         ]
-        short = (extra for extra in self._extra_lives(choice) if lasts(*extra.holder) <= LONGEST_ON_CHIP)
+        short = (extra for extra in self._extra_lives(choice) if lasts(*extra.holder) <= longest)
         held = np.maximum(0.0, self._sum(small, choice) + self._sum_of_spans(short))
         all_fit = len(small) == len(self.heap.on_chip) and held.max() <= room
         absent = self.heap.tables if all_fit and self.heap.is_outside_empty(choice) else []

@@ -58,9 +58,9 @@ def as_jitted(
     ends = {**results, **{result: arguments[i] for i, result in program.carried.items()}}
     layouts = propagate_layouts(program, rules, mesh, fixed, ends, in_post_order(program)).values
     merges = functools.partial(merges_slices, mesh=several, backend=backend)
-    hoists, (fewest, most) = backend.name in _HOISTING, backend.convolutions.turn_devices
-    turn_flops = backend.convolutions.turn_flops if fewest <= math.prod(mesh.values()) <= most else 0.0
-    found = partitioned(program, rules, layouts, several, merges, hoists, turn_flops)
+    turn_flops = backend.convolutions.turn_flops_among(math.prod(mesh.values()))
+    hoists = backend.name in _HOISTING
+    found = partitioned(program, rules, layouts, several, merges, hoists=hoists, turn_flops=turn_flops)
     in_parts = replace(backend, scatters=replace(backend.scatters, over_some_axes=True, by_hand=False))
     formulated = formulator(
         found.program, found.rules, mesh, topology, fixed=arguments, backend=in_parts, moves_views=True

@@ -47,6 +47,7 @@ class Backend:
     usable: float = 0.85  # share of a memory limit that a plan may be predicted to fill: peaks can be off
     slices: int = 1  # of TPUs; a program is that of one, outermost in the mesh, and the network joins them
     on_chip_bytes: float = 0.0  # of temporaries that lie in the chip's own memory, which is no part of the peak
+    on_chip_seconds: float = 0.0  # after which a temporary leaves it if it is still wanted, whatever its size
     number_bytes: int = 0  # that a temporary of one element takes, which lies outside the chip; 0: what it has
     tile: Tile | None = None  # to which the two minor dims of an array are padded
     copies_circles: bool = False  # donated arguments that change places in a circle are all copied, not all but one
@@ -140,6 +141,7 @@ V5E = Backend(
     number_bytes=2**14,
     tile=(8, 128),
     on_chip_bytes=88 * 2**20,  # of 128 MiB; arguments are copied there, too (`tests/model/xla/test_chip_memory.py`)
+    on_chip_seconds=1.3e-3,  # by products between which 1 to 16 MiB wait
     combining=Combining(below_bytes=2**26),
     convolutions=Convolutions(
         copies_images=True,

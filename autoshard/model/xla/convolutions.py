@@ -55,6 +55,11 @@ class Convolutions:
     turn_flops: float = 0.0  # FLOP per byte of what goes round, above which one is made in turns; 0: none is
     turn_devices: tuple[int, int] = (4, 32)  # the fewest and the most of a program that makes any in turns
 
+    def turn_flops_among(self, devices: int) -> float:
+        """FLOP per byte of what goes round between so many devices, above which a convolution is made in turns."""
+        fewest, most = self.turn_devices
+        return self.turn_flops if fewest <= devices <= most else 0.0
+
     def padding(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """How many times its FLOPs a convolution takes, since squares of the matrix unit are filled up; per strategy.
 
@@ -153,20 +158,17 @@ class Convolutions:
         return np.where(features > 1, 0.0, runs * self.lone_cycles / self.clock)
 
 
-def bytes_of_turns(first: Equation, sizes: Sequence[np.ndarray]) -> np.ndarray | float:
+def bytes_of_turns(first: Equation, sizes: Sequence[np.ndarray]) -> np.ndarray:
     """Bytes that pass through memory since a convolution is made in turns, beside those of one turn; per strategy.
 
     What does not go round is read in every turn, or added to. Pieces that stay apart are put into the result, which is
     filled with zeros before.
 
     Args:
-        first: the convolution.
+        first: the convolution, with its `TURNS`.
         sizes: bytes of the images, the kernel and the result on one device.
     """
-    turns = first.params.get(TURNS)
-    if turns is None:
-        return 0.0
-    images, kernel, result = sizes
+    turns, (images, kernel, result) = first.params[TURNS], sizes
     numbers, again = first.params["dimension_numbers"], turns.count - 1
     if turns.tensor == 2:
         return again * (kernel if turns.dim == numbers.out_spec[0] else images)
