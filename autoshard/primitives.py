@@ -41,6 +41,7 @@ class PrimitiveFacts:
     relabels: bool = False  # only renames or repeats what it reads: XLA folds it into what reads it
     is_view: bool = False  # the same elements in other dims: a matrix product reads through it
     is_expensive: bool = False  # XLA does not compute it twice to save a buffer (HloInstruction's cost class)
+    is_long: bool = False  # XLA writes it out as a hundred operations, which TPUs do not do again to save a buffer
     is_linear: bool = False  # partial sums can go through it
     passes_on: bool = False  # the same elements, for a product inside a loop
     is_loop: bool = False  # becomes a loop over its result, or a reduction, that computes its operands as it goes
@@ -113,7 +114,7 @@ PRIMITIVES: dict[str, PrimitiveFacts] = {
     **_rows("copy", FlopRule.NONE, relabels=True),
     **_rows("convert_element_type", FlopRule.PER_RESULT, is_linear=True, passes_on=True, is_pointwise=True),
     **_rows(
-        """abs add add_any and bessel_i0e bessel_i1e bitcast ceil clamp clz complex conj eq eq_to floor from_edtype ge
+        """abs add add_any and bitcast ceil clamp clz complex conj eq eq_to floor from_edtype ge
         gt imag integer_pow is_finite le le_to log2 lt lt_to max max_contiguous
         mesh_cast min mul mulhi multiple_of name ne neg nextafter not one_minus_square or polygamma polynomial
         population_count program_order real reciprocal reduce_precision relayout
@@ -123,12 +124,14 @@ PRIMITIVES: dict[str, PrimitiveFacts] = {
         is_pointwise=True,
     ),
     **_rows(
-        """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
-        lgamma log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
+        """acos acosh asin asinh atan atan2 atanh cbrt cos cosh div erf exp exp2 expm1
+        log log1p logistic pow rem rsqrt sin sinh sqrt tan tanh""",
         FlopRule.PER_RESULT,
         is_expensive=True,
         is_pointwise=True,
     ),
+    **_rows("bessel_i0e bessel_i1e", FlopRule.PER_RESULT, is_long=True, is_pointwise=True),
+    **_rows("digamma erf_inv erfc lgamma", FlopRule.PER_RESULT, is_expensive=True, is_long=True, is_pointwise=True),
     **_rows(
         "igamma igamma_grad_a igammac regularized_incomplete_beta",  # loops until the last element has settled
         FlopRule.PER_RESULT,

@@ -12,7 +12,7 @@ images; measured CPU steps (`docs/benchmarks/prediction.md`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -233,11 +233,16 @@ def reads_rounded(equation: Equation, group: Group) -> bool:
     return any(equation.inputs[1].shape[dim] > 1 for dim in numbers.rhs_spec[2:])
 
 
-def copies_argument(group: Group, user: Group) -> bool:
-    """Whether `user` convolves what it makes of an argument, which does not lie as images do: that is stored."""
+def copies_argument(group: Group, user: Group, of_arguments: Container[int]) -> bool:
+    """Whether `user` convolves what it makes of an argument, which does not lie as images do: that is stored.
+
+    Args:
+        group: an elementwise one.
+        user: reads what it makes.
+        of_arguments: values that are made elementwise of arguments.
+    """
     made = group.outputs[0].value
-    convolved = any(reads_images(use) and use.value is made for use in user.uses)
-    return convolved and any(use.value.from_outside and use.value.shape == made.shape for use in group.uses)
+    return made.id in of_arguments and any(reads_images(use) and use.value is made for use in user.uses)
 
 
 def image_dims_of(use: Use) -> ImageDims | None:

@@ -100,6 +100,7 @@ def recomputation(
     ]
     folds = not backend.fusion.takes_in
     ones = _ones(program)
+    of_arguments = _of_arguments(groups)
     folded = [
         not is_stored and folds and _is_folded(group, users[group.index])
         for group, is_stored in zip(groups, are_stored, strict=True)
@@ -114,7 +115,7 @@ def recomputation(
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
         again = not is_stored and (
-            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, axes, rows)
+            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, axes, rows, of_arguments)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         count = max((steps.get(use.value.id, 0) + (use.value.id in cut) for use in group.uses), default=0)
@@ -192,6 +193,18 @@ def _ones(program: Program) -> set[int]:
     return found
 
 
+def _of_arguments(groups: Sequence[Group]) -> set[int]:
+    """The values that are made elementwise of arguments of their size, or are views of such."""
+    found: set[int] = set()
+    for group in groups:
+        if group.fuses or group.is_view:
+            size = math.prod(group.outputs[0].value.shape)
+            wide = [use.value for use in group.uses if math.prod(use.value.shape) == size]
+            if wide and all(value.from_outside or value.id in found for value in wide):
+                found.update(made.value.id for made in group.outputs)
+    return found
+
+
 def _is_one(value: Value | np.ndarray, ones: Container[int]) -> bool:
     if isinstance(value, Value):
         return value.id in ones
@@ -236,6 +249,7 @@ def _is_repeated(
     backend: Backend,
     axes: Collection[int],
     rows: Normalisations,
+    of_arguments: Container[int],
 ) -> bool:
     """Whether XLA fuses an elementwise group, a view, or what else it takes in, into every group that reads it.
 
@@ -247,6 +261,7 @@ def _is_repeated(
         backend: the compiler.
         axes: the sizes of the mesh's axes.
         rows: the kernels that normalise rows.
+        of_arguments: values that are made elementwise of arguments.
     """
     first = group.equations[0].primitive
     is_taken = group.fuses or first == "scan_slice" or first in backend.fusion.taken_in
@@ -259,7 +274,9 @@ def _is_repeated(
             return False
         if backend.rounding.operands and any(reads_rounded(user.equations[0], group) for user in users):
             return False
-        if backend.tile and any(copies_argument(group, user) for user in users):
+        if len(set(map(id, users))) > 1 and any(facts_of(e.primitive).is_long for e in group.equations):
+            return False
+        if backend.tile and any(copies_argument(group, user, of_arguments) for user in users):
             return False
         sunk = {"scan_const"} if backend.fusion.sinks_broadcasts and group.broadcasts else set()
         takers = backend.fusion.takes_in | sunk
