@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,13 +16,13 @@ from autoshard.model.groups import Group, Use, reads_images
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.convolutions import (
-    LEAST_CHANNELS_READ_AS_THEY_LIE,
     TURNS,
+    are_read_as_they_lie,
     bytes_of_turns,
     lies_as_images,
 )
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
-from autoshard.model.xla.tiles import row_padding
+from autoshard.model.xla.tiles import Tile, row_padding
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
 from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Value, dtype_name
@@ -160,26 +160,30 @@ class GroupWork:
     ) -> np.ndarray | float:
         """Seconds to bring images into the order of a convolution where they are arguments, and back as results.
 
-        They are rounded on the way. Arguments of many channels are read as they lie.
+        They are rounded on the way.
         """
         backend = self.arrays.backend
         if group.equations[0].primitive != "conv_general_dilated" or not backend.convolutions.copies_images:
             return 0.0
         images, _, made_dims = group.equations[0].params["dimension_numbers"]
         read = (
-            self._copied(use.value, want, images)
+            self._copied(use.value, want, images, are_read_as_they_lie)
             for use, want in zip(group.uses, wants, strict=True)
-            if reads_images(use)
-            and use.value.from_outside
-            and use.value.shape[images[1]] < LEAST_CHANNELS_READ_AS_THEY_LIE
+            if reads_images(use) and use.value.from_outside
         )
-        made = self._copied(group.outputs[0].value, leaves[0], made_dims) * group.feeds_only_results
+        made = self._copied(group.outputs[0].value, leaves[0], made_dims, lies_as_images) * group.feeds_only_results
         return (sum(read, start=0.0) + made) / self.topology.memory_bandwidth
 
-    def _copied(self, value: Value, layouts: Sequence[Layout], image_dims: Sequence[int]) -> np.ndarray:
+    def _copied(
+        self,
+        value: Value,
+        layouts: Sequence[Layout],
+        image_dims: Sequence[int],
+        lies: Callable[[tuple[int, ...], Sequence[int], Tile | None], bool],
+    ) -> np.ndarray:
         """Bytes that pass where images that lie otherwise outside of convolutions are copied, per layout."""
         shapes = [local_shape(value.shape, layout, self.arrays.mesh) for layout in layouts]
-        elsewhere = np.array([not lies_as_images(shape, image_dims, self.arrays.backend.tile) for shape in shapes])
+        elsewhere = np.array([not lies(shape, image_dims, self.arrays.backend.tile) for shape in shapes])
         return self._through_memory(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
 
     def _vector_seconds(

@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.layout import Layout, MeshShape, local_shape
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.xla.backends import Backend
-from autoshard.model.xla.convolutions import ImageDims
+from autoshard.model.xla.convolutions import ImageDims, are_read_as_they_lie, lie_by_batch
 from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
 from autoshard.model.xla.tiles import elements_in_word, padded_size
 from autoshard.program import Value
@@ -75,17 +75,23 @@ class ArraySizes:
         what = value.shape, self.minor_dims(value), self.widths.moving(value, readers)
         return self.memo.once(copy_bytes, layouts, of=what)
 
-    def image_bytes(self, value: Value, layout: Layout, minor: ImageDims) -> int:
-        """Bytes of a copy of `value`, as convolutions want it whose batch and feature dims are these."""
+    def image_bytes(self, value: Value, layout: Layout, images: ImageDims) -> int:
+        """Bytes of a copy of `value`, if convolutions, whose batch and feature dims these are, want one, else 0."""
+        shape, tile = local_shape(value.shape, layout, self.mesh), self.backend.tile
+        if are_read_as_they_lie(shape, images, tile):
+            return 0
         width = min(value.itemsize, BFLOAT16_BYTES) if self.backend.rounding.operands else value.itemsize
-        return self.elements(value, layout, minor) * width
+        return self.elements(value, layout, images) * width
 
-    def elements(self, value: Value, layout: Layout, minor: tuple[int, ...] | None = None) -> int:
-        """Elements of `value` that one device has, with padding."""
-        minor = minor or self.minor_dims(value)
+    def elements(self, value: Value, layout: Layout, images: ImageDims | None = None) -> int:
+        """Elements of `value` that one device has, with padding; as images if these dims are given."""
+        images = images or self.images.get(value.id)
+        minor = images or self.matrices.get(value.id)
         packed = elements_in_word(value.itemsize)
         key = value.shape, layout, minor, packed
         if key not in self._elements:
             shape = local_shape(value.shape, layout, self.mesh)
+            if images and self.backend.tile and lie_by_batch(shape, images, self.backend.tile):
+                minor = None
             self._elements[key] = padded_size(shape, self.backend.tile, minor, packed)
         return self._elements[key]

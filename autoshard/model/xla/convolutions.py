@@ -19,10 +19,9 @@ import numpy as np
 
 from autoshard.model.equations import is_kernel_gradient
 from autoshard.model.groups import FactorDims, Group, Use, reads_images
-from autoshard.model.xla.tiles import RowsAndColumns, Tile, padded_size
+from autoshard.model.xla.tiles import RowsAndColumns, Tile, padded_size, rows_and_columns
 from autoshard.program import Equation, Program
 
-LEAST_CHANNELS_READ_AS_THEY_LIE = 64  # of an argument, as half of a tile's lanes; one of 32 is copied
 _IMAGES = 8  # that lie together in a tile
 _LONE_IMAGES = 128  # images of one feature that lie side by side
 TURNS = "turns"  # parameter of a convolution that XLA makes piece by piece: a `Turns`
@@ -195,6 +194,24 @@ def lies_as_images(shape: tuple[int, ...], image_dims: Sequence[int], tile: Tile
     as_images = padded_size(shape, tile, minor=(batch, features))
     last = len(shape) - 2, len(shape) - 1
     return as_images == padded_size(shape, tile) and as_images < padded_size(shape, tile, minor=last)
+
+
+def are_read_as_they_lie(shape: tuple[int, ...], image_dims: Sequence[int], tile: Tile | None) -> bool:
+    """Whether a convolution reads images of an argument in place: these lie with their batch or features as columns.
+
+    Args:
+        shape: on one device.
+        image_dims: its batch and feature dims come first.
+
+    >>> [are_read_as_they_lie((images, 224, 224, 3), (0, 3), (8, 128)) for images in (64, 128)]
+    [False, True]
+    """
+    return tile is None or rows_and_columns(shape, tile)[1] in image_dims[:2]
+
+
+def lie_by_batch(shape: tuple[int, ...], image_dims: ImageDims, tile: Tile) -> bool:
+    """Whether images lie as any array does, since that has their batch as columns: few features do not pad then."""
+    return not isinstance(image_dims, RowsAndColumns) and rows_and_columns(shape, tile)[1] == image_dims[0]
 
 
 def image_dims(program: Program) -> dict[int, ImageDims]:

@@ -115,7 +115,8 @@ def recomputation(
     for group, is_stored in zip(groups, are_stored, strict=True):
         read = users[group.index]
         again = not is_stored and (
-            _is_idle(group, read, ones, backend) or _is_repeated(group, read, folded, moved, backend, axes, rows, of_arguments)
+            _is_idle(group, read, ones, backend)
+            or _is_repeated(group, read, folded, moved, backend, axes, rows, of_arguments)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         count = max((steps.get(use.value.id, 0) + (use.value.id in cut) for use in group.uses), default=0)

@@ -9,8 +9,11 @@ import pytest
 from jax.sharding import AbstractMesh
 from programs import f32
 
-from autoshard import plan
+from autoshard import evaluate, plan
+from autoshard.compiled.collectives import peak_bytes
 from autoshard.mesh.targets import target_mesh
+from autoshard.model.pricing import sizes
+from autoshard.model.xla import fusion
 from autoshard.model.xla.backends import V5E
 from autoshard.model.xla.convolutions import Convolutions, lies_as_images
 
@@ -73,3 +76,42 @@ def test_results_that_libtpu_copies(channels):
     text = jax.jit(convolved, in_shardings=whole, out_shardings=whole).lower(*shapes).compile().as_text()
     copies = re.findall(rf"= f32\[{','.join(map(str, shape))}\]\S* copy\(", text)
     assert lies_as_images(shape, (0, 3), V5E.tile) == (not copies)
+
+
+IMAGES = {  # what is made of images before they are convolved, their shape, and what is left out to fail
+    "as they come": (lambda x: x, (32, 512, 512, 3), (sizes, "are_read_as_they_lie")),
+    "rounded": (lambda x: x.astype(jnp.bfloat16), (32, 512, 512, 3), (fusion, "copies_argument")),
+    "transposed and rounded": (
+        lambda x: x.transpose(0, 2, 3, 1).astype(jnp.bfloat16),
+        (32, 3, 512, 512),
+        (fusion, "copies_argument"),
+    ),
+    "many, rounded": (lambda x: x.astype(jnp.bfloat16), (512, 224, 224, 3), (sizes, "lie_by_batch")),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_that_are_copied(name, monkeypatch):
+    """Few images of an argument lie as any array does, and are copied so that their batch are the columns."""
+    pytest.importorskip("libtpu")
+    made, shape, (module, fault) = IMAGES[name]
+
+    def loss(kernel, x):
+        images = made(x)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        kernel = kernel.astype(images.dtype)
+        patches = jax.lax.conv_general_dilated(images, kernel, (16, 16), "VALID", dimension_numbers=numbers)
+        return jnp.mean(patches.astype(jnp.float32) ** 2)
+
+    step, shapes = jax.grad(loss), (f32(16, 16, 3, 384), f32(*shape))
+    whole = jax.NamedSharding(target_mesh(MACHINE, {"x": 8}), jax.P())
+    program = jax.jit(step, in_shardings=whole, out_shardings=whole).lower(*shapes).compile()
+
+    def ratio():
+        replicated = {"in_shardings": (jax.P(), jax.P()), "out_shardings": jax.P()}
+        placed = evaluate(step, *shapes, mesh=AbstractMesh((8,), ("x",)), topology=MACHINE, **replicated)
+        return placed.predicted.peak_bytes / peak_bytes(program)
+
+    assert ratio() == pytest.approx(1, abs=0.06)
+    monkeypatch.setattr(module, fault, lambda *_: fault == "are_read_as_they_lie")
+    assert abs(ratio() - 1) > 0.06
