@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -72,22 +71,19 @@ class OptionBounds:
             start: what was spent of the budget before.
         """
         incumbent, tolerates = part.incumbent, _tolerates(part, run)
-        polished = math.inf  # cost of the cheapest choice without prices that was polished
         most = most_sum(incumbent.problem)
         moves = functools.cache(lambda: ForestState(incumbent.problem, np.random.default_rng(run.seed)))
         with run.clock.hurry(self.bounds_share):
             for choice, bound in relaxation.rounds(lambda: incumbent.cost):
                 run.clock.budget.spend(relaxation.seconds)
-                is_priced = bool(relaxation.prices.values.any())
                 if choice is not None:
                     incumbent.offer(choice)
-                    is_near = relaxation.cost - bound <= self.polishing_gap * abs(bound)
-                    if is_near and (is_priced or relaxation.cost < polished):
-                        polished = relaxation.cost
+                    if relaxation.cost - bound <= self.polishing_gap * abs(bound):
                         self.moves.polish(incumbent, moves(), choice, relaxation.prices.values, run)
                 incumbent.prove(bound)
                 if incumbent.bound > most + SOLVED_GAP * abs(most):
                     raise NoChoice
+                is_priced = bool(relaxation.prices.values.any())
                 run.memory_binds |= is_priced
                 is_slow = run.clock.budget.done - start > self.quick_seconds
                 may_tolerate = is_priced or incumbent.always_tolerant or is_slow
