@@ -24,7 +24,7 @@ from autoshard.model.lifetimes import read_from
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
-from autoshard.model.xla.operations import beginning, running_ahead, running_beside
+from autoshard.model.xla.operations import beginning, running_ahead, running_beside, stack_writer
 from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import added_sums, hoisted_sums, late_products, read_once
 from autoshard.primitives import FlopRule, facts_of
@@ -117,7 +117,7 @@ def groups_of(
             runs_ahead=ahead[i],
             read_before=beside[i],
             counts_turns=i in counting,
-            writes_apart=group.is_stack and _is_made_elsewhere(group, makers, again.repeated, ending),
+            written_by=stack_writer(group, makers, again.repeated, ending) if group.is_stack else None,
             is_copy=_is_copied(group, needed_outside, makers, again.repeated),
             passes_before=2 if i in entering else _passes_before(group, staying, makers),
             last_point=last[i],
@@ -176,33 +176,6 @@ def _ending_products(
         elif facts_of(group.equations[0].primitive).work is FlopRule.REDUCTION and not by_library:
             ends[group.index] = bool(products) or any(ends[maker.index] for _, maker in made_by)
     return ends
-
-
-def _is_made_elsewhere(
-    stack: Group, makers: Mapping[int, Group], repeated: Sequence[bool], ending: Sequence[bool]
-) -> bool:
-    """Whether what a loop stacks comes from outside its turn, or of no operation that can write it into the stack.
-
-    Args:
-        stack: what stacks.
-        makers: value -> the group that makes it.
-        repeated: per group, whether its readers compute it again.
-        ending: per group, whether it is one operation with a product.
-    """
-
-    @functools.cache
-    def comes_apart(group: Group) -> bool:
-        for use in group.uses:
-            maker = makers.get(use.value.id)
-            if maker is None or maker.is_boundary:
-                continue
-            if maker.contracts or ending[maker.index]:
-                return False
-            if maker.fuses and not (repeated[maker.index] and comes_apart(maker)):
-                return False
-        return True
-
-    return comes_apart(stack)
 
 
 def _is_copied(group: Group, needed_outside: Set[int], makers: Mapping[int, Group], repeated: Sequence[bool]) -> bool:

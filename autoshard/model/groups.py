@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 from autoshard.layout import MeshShape, even_axes
@@ -19,6 +20,14 @@ from autoshard.program import Equation, Value
 from autoshard.propagation.halos import Reach
 
 FactorDims = tuple[tuple[int, ...], ...]  # of one tensor: dim -> factors of its group, major to minor
+
+
+class StackWriter(Enum):
+    """Which operation writes what a loop stacks."""
+
+    ITSELF = "one that does nothing else"  # what is stacked comes from outside its turn, or of what cannot write it
+    LOOP = "an elementwise loop"
+    PRODUCT = "a matrix product"  # which makes what is stacked, or what that is computed of on the way
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ class Group:
     runs_ahead: bool = False  # whether its readers repeat what it makes along a dim: XLA computes it ahead of them
     read_before: frozenset[int] | None = None  # ids of what its operation has read by then; None: it runs by itself
     counts_turns: bool = False  # whether it runs in a loop whose turns XLA counts in an operation of its own
-    writes_apart: bool = False  # of a stack: whether an operation of its own writes it, not what makes its slices
+    written_by: StackWriter | None = None  # of a stack
     is_copy: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
     passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
     last_point: int = 0  # the last point at which it runs: later than `point` if its readers run it again

@@ -1,15 +1,17 @@
-"""Cost tables of edges, taken apart and put together."""
+"""Cost tables of edges, taken apart and put together; what is found once for equal tables."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
 from autoshard.solver.problem import Edge
 
 TABLE_NOISE = 1e-12  # of the largest entry; what is smaller is noise from earlier sums
+MOST_KEY_BYTES = 1 << 17  # of a call's arrays: larger ones repeat rarely, and take long to compare
 
 
 def split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -82,3 +84,27 @@ def summed(edges: Iterable[Edge]) -> dict[tuple[int, int], np.ndarray]:
             sums[key] = sum(others, first)
         tables[pair] = sums[key]
     return tables
+
+
+class ArrayMemo:
+    """What pure functions of arrays returned, by the arrays' entries: layers repeat, and so do their tables.
+
+    Whoever asks shares the results.
+
+    >>> memo = ArrayMemo()
+    >>> first = memo.once(np.cumsum, np.ones(3))
+    >>> memo.once(np.cumsum, np.ones(3)) is first
+    True
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[tuple, Any] = {}
+
+    def once(self, function: Callable[..., Any], *arrays: np.ndarray) -> Any:
+        """What `function(*arrays)` returns; the arrays have 64-bit numbers."""
+        if sum([array.nbytes for array in arrays]) > MOST_KEY_BYTES:
+            return function(*arrays)
+        key: tuple = (function, *[array.shape for array in arrays], *[array.tobytes() for array in arrays])
+        if key not in self._results:
+            self._results[key] = function(*arrays)
+        return self._results[key]

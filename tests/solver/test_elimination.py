@@ -121,6 +121,15 @@ def test_long_ladders_are_solved_at_once():
     assert solution.status == "optimal" and "integer program" not in solution.seconds
 
 
+def test_only_weights_that_change_are_found_anew(monkeypatch):
+    problems = [random_problem(seed, nodes=14, options=4) for seed in range(60)] + [stream(6, 4), ladder(20, 3)]
+    found = [order_of(problem, 1 << 40) for problem in problems]
+    monkeypatch.setattr(elimination_order, "_twice", lambda sets: set().union(*sets))
+    assert [order_of(problem, 1 << 40) for problem in problems] == found
+    monkeypatch.setattr(elimination_order, "_twice", lambda sets: set())
+    assert [order_of(problem, 1 << 40) for problem in problems] != found
+
+
 def widest_table(problem: Problem) -> float:
     """The logarithm of the entries of the largest table in the best order that is found without a limit."""
     order = order_of(problem, 1 << 62)

@@ -1,8 +1,10 @@
 """Tables taken apart add up again."""
 
 import numpy as np
+import pytest
 
-from autoshard.solver.tables import classes, min_plus, split
+from autoshard.solver import tables
+from autoshard.solver.tables import ArrayMemo, classes, min_plus, split
 
 
 def test_split_adds_up():
@@ -33,3 +35,40 @@ def test_min_plus():
     rng = np.random.default_rng(0)
     left, right = rng.random((3, 4)), rng.random((4, 5))
     np.testing.assert_array_equal(min_plus(left, right), (left[:, :, None] + right[None]).min(axis=1))
+
+
+def assert_known_by_entries() -> None:
+    """Equal arrays are asked about once, however they lie in memory; no others share a result."""
+    memo, asked = ArrayMemo(), []
+
+    def rows(*arrays: np.ndarray) -> list:
+        asked.append(arrays)
+        return [array.tolist() for array in arrays]
+
+    flat = np.arange(6.0)
+    wide, tall = flat.reshape(2, 3), flat.reshape(3, 2)
+    for arrays in [(flat,), (wide,), (tall,), (wide, flat), (flat, wide), (np.asfortranarray(wide),), (flat.copy(),)]:
+        assert memo.once(rows, *arrays) == [array.tolist() for array in arrays]
+    assert memo.once(np.sum, flat) == 15
+    assert len(asked) == 5
+
+
+def test_equal_arrays_are_asked_about_once():
+    assert_known_by_entries()
+
+
+def test_arrays_that_are_taken_for_equal_are_noticed(monkeypatch):
+    class OnlyEntries(ArrayMemo):
+        def once(self, function, *arrays):
+            key = b"".join(array.tobytes() for array in arrays)
+            return self._results.setdefault(key, function(*arrays))
+
+    monkeypatch.setitem(globals(), "ArrayMemo", OnlyEntries)
+    with pytest.raises(AssertionError):
+        assert_known_by_entries()
+
+
+def test_large_arrays_are_not_kept(monkeypatch):
+    monkeypatch.setattr(tables, "MOST_KEY_BYTES", 47)
+    memo = ArrayMemo()
+    assert memo.once(np.cumsum, np.ones(6)) is not memo.once(np.cumsum, np.ones(6))

@@ -487,6 +487,7 @@ class PriceList:
             group.is_sunk,
             group.is_copy,
             group.is_normalising,
+            group.written_by,
             group.passes_before,
             self.work.is_alone(group),
             None if group.read_before is None else tuple(one.value.id in group.read_before for one in group.uses),

@@ -12,7 +12,7 @@ from autoshard.layout import Layout, local_shape, shards
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.topology import Topology
 from autoshard.model.equations import inserted_operand
-from autoshard.model.groups import Group, Use, reads_images
+from autoshard.model.groups import Group, StackWriter, Use, reads_images
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.convolutions import (
@@ -216,8 +216,10 @@ class GroupWork:
         """What a loop of the vector unit takes beside its start, per strategy: every array passes through it."""
         if group.is_recomputed and not group.is_sunk:
             return 0.0
+        turns = group.outputs[0].value.shape[0] if group.is_stack else 1  # of a stack one slice is written
         sizes = [
-            (one.value, self.arrays.sizes(one.value, made)) for one, made in zip(group.outputs, leaves, strict=True)
+            (one.value, self.arrays.sizes(one.value, made) / turns)
+            for one, made in zip(group.outputs, leaves, strict=True)
         ]
         written = sum((self._outside(value, size) for value, size in sizes), start=np.zeros(1))
         first = group.equations[0]
@@ -278,6 +280,8 @@ class GroupWork:
             inserted = sum(
                 self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want) for use, want in pairs
             )
+            if self.arrays.backend.streams.bandwidth_share and group.written_by is StackWriter.PRODUCT:
+                return self.arrays.sizes(group.outputs[0].value, leaves[0]) / group.outputs[0].value.shape[0]
             # what the chip keeps is written all the same
             least = sum((self.arrays.sizes(use.value, want) for use, want in pairs), start=np.zeros(1))
             moved = np.maximum(2 * inserted, least)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.model.equations import is_matrix_product
-from autoshard.model.groups import Group
+from autoshard.model.groups import Group, StackWriter
 from autoshard.model.xla.gpu.library_kernels import kernels_beside
 from autoshard.model.xla.products import multiplies_vector, product_sizes
 from autoshard.primitives import FlopRule, facts_of
@@ -64,7 +64,7 @@ class OperationCosts:
             return 0.0
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
-            return self.least_seconds * (group.writes_apart and stacks_arrays)
+            return self.least_seconds * (group.written_by is StackWriter.ITSELF and stacks_arrays)
         if not group.outputs:  # the host alone gets something
             return inside
         if group.is_known or not any(math.prod(made.value.shape) for made in group.outputs):
@@ -390,6 +390,34 @@ def _awaited(group: int, reads: Sequence[Sequence[int]]) -> tuple[set[int], int]
             for one in reads[other]:
                 heapq.heappush(later, -one)
     return found, 1 - later[0] if later else 0
+
+
+def stack_writer(
+    stack: Group, makers: Mapping[int, Group], repeated: Sequence[bool], ending: Sequence[bool]
+) -> StackWriter:
+    """Which operation writes what a loop stacks.
+
+    Args:
+        stack: what stacks.
+        makers: value -> the group that makes it.
+        repeated: per group, whether its readers compute it again.
+        ending: per group, whether it is one operation with a product.
+    """
+    found = StackWriter.ITSELF
+    waiting, seen = [stack], {stack.index}
+    while waiting:
+        for use in waiting.pop().uses:
+            maker = makers.get(use.value.id)
+            if maker is None or maker.is_boundary:
+                continue
+            if maker.contracts or ending[maker.index]:
+                return StackWriter.PRODUCT
+            if maker.fuses and not repeated[maker.index]:
+                found = StackWriter.LOOP
+            elif maker.fuses and maker.index not in seen:
+                seen.add(maker.index)
+                waiting.append(maker)
+    return found
 
 
 def stacked_beside(program: Program) -> dict[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,7 +117,7 @@ def _greedy(
     beside = neighbours_of(problem)
 
     def weight(node: int) -> float:
-        table = logs[node] + sum(logs[other] for other in beside[node])
+        table = logs[node] + sum(map(logs.__getitem__, beside[node]))
         if not filling:
             return table + noise[node]
         around, added = sorted(beside[node]), 0.0
@@ -147,9 +147,9 @@ def _greedy(
         nodes.append(node)
         scopes.append(tuple(scope))
         near = set(scope)
+        if filling:  # a node beside two of the scope need not join these any more
+            near |= _twice(beside[other] for other in scope)
         for other in scope:
-            if filling:
-                near |= beside[other]
             beside[other] |= beside[node]
             beside[other] -= {node, other}
         for other in near - {node}:
@@ -158,6 +158,16 @@ def _greedy(
                 now[other] = changed
                 heapq.heappush(waiting, (changed, other))
     return Order(tuple(nodes), tuple(scopes), entries)
+
+
+def _twice(sets: Iterable[set[int]]) -> set[int]:
+    """What is in more than one of the sets."""
+    once: set[int] = set()
+    twice: set[int] = set()
+    for one in sets:
+        twice |= once & one
+        once |= one
+    return twice
 
 
 def _is_wider(problem: Problem, logs: Sequence[float], most: float) -> bool:

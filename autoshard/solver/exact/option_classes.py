@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.solver.problem import Edge, Problem
-from autoshard.solver.tables import classes, split, summed
+from autoshard.solver.tables import ArrayMemo, classes, split, summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ def with_classes(problem: Problem) -> ClassedProblem:
     >>> [len(costs) for costs in with_classes(chain).problem.costs]
     [4, 2, 2, 2]
     """
-    parts: dict[int, tuple[np.ndarray, ...]] = {}  # many tables are one object
+    memo = ArrayMemo()
     costs = [own.copy() for own in problem.costs]
     nodes: dict[tuple[int, bytes], int] = {}  # node, and the class of each of its options -> node of these classes
     edges: list[Edge] = []
@@ -56,13 +56,16 @@ def with_classes(problem: Problem) -> ClassedProblem:
         return nodes[key], firsts
 
     for (i, j), table in summed(problem.edges).items():
-        if id(table) not in parts:
-            rows, columns, rest = split(table)
-            parts[id(table)] = rows, columns, rest, classes(rest), classes(rest.T)
-        rows, columns, rest, row, column = parts[id(table)]
+        rows, columns, rest, row, column = memo.once(_split_with_classes, table)
         costs[i] += rows
         costs[j] += columns
         (first, of_first), (second, of_second) = end(i, row), end(j, column)
         edges.append(Edge(first, second, rest[np.ix_(of_first, of_second)]))
     made = Problem(tuple(costs), tuple(edges), (), None, checked=True)
     return ClassedProblem(made, len(problem.costs))
+
+
+def _split_with_classes(table: np.ndarray) -> tuple[np.ndarray, ...]:
+    """What `split` makes of a table, and the classes of equal rows and of equal columns of its rest."""
+    rows, columns, rest = split(table)
+    return rows, columns, rest, classes(rest), classes(rest.T)

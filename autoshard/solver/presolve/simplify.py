@@ -24,7 +24,7 @@ import numpy as np
 from autoshard.errors import SolverError
 from autoshard.solver.presolve.settings import PRESOLVE
 from autoshard.solver.problem import Edge, Live, Problem
-from autoshard.solver.tables import min_plus, split
+from autoshard.solver.tables import ArrayMemo, min_plus, split
 from autoshard.solver.verify import ROUNDING
 
 LOWEST = -1e300  # stands for minus infinity where that may meet infinity
@@ -128,6 +128,7 @@ class _Graph:
 
     def __init__(self, problem: Problem, reduced: ReducedProblem | None = None):
         self.problem = problem
+        self.known = ArrayMemo()
         self.tables: list[dict[int, np.ndarray]] = [{} for _ in problem.costs]  # node -> neighbour -> [own, its] cost
         self.lives: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in problem.costs]  # node -> points -> bytes
         self.fixed = np.zeros(0)  # bytes per point that are held whatever is chosen
@@ -247,18 +248,16 @@ class _Graph:
             return self.remove(node)
         unknown = [j for j in tables if _pair(node, j) not in self.firm]
         for j in unknown:
-            rows, columns, rest = split(tables[j])
-            if not rest.any():
+            if (parts := self.known.once(_parts_of_sum, tables[j])) is not None:
+                rows, columns = parts
                 self.costs[node], self.costs[j] = self.costs[node] + rows, self.costs[j] + columns
                 self.part(node, j)
         for j in filter(tables.__contains__, unknown):
-            finite = np.isfinite(tables[j])
-            follows = (finite.sum(axis=0) == 1).all()  # each option of j allows one of this node
-            leads = (finite.sum(axis=1) == 1).all()
-            if follows and not (leads and self.size(node) > self.size(j)):  # the smaller of two moves
-                return self.merge(node, j, finite.argmax(axis=0))
-            if leads:
-                self.merge(j, node, finite.argmax(axis=1))
+            follows, leads = self.known.once(_partners, tables[j])
+            if follows is not None and (leads is None or self.size(node) <= self.size(j)):  # the smaller of two moves
+                return self.merge(node, j, follows)
+            if leads is not None:
+                self.merge(j, node, leads)
                 return self.touch(node)
             self.firm.add(_pair(node, j))
         if not self.lives[node]:
@@ -292,7 +291,7 @@ class _Graph:
             size = left.shape[1] * right.shape[1]
             if k not in self.tables[j] and size > max(PRESOLVE.largest_fill, left.size + right.size):
                 return
-            self.join(j, k, min_plus((left + costs[:, None]).T, right))
+            self.join(j, k, self.known.once(_least_between, costs, left, right))
         else:
             return
         self.remove(node)
@@ -306,24 +305,8 @@ class _Graph:
             or count**2 * max((table.shape[1] for table in tables.values()), default=1) > PRESOLVE.largest_comparison
         ):
             return
-        worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a, at least
-        np.fill_diagonal(worse, np.inf)
-        for usage in self.moments(node) if self.lives[node] else ():
-            worse[usage[None, :] > usage[:, None]] = np.inf
-        glances = [_glance(table) for table in tables.values()]
-        ahead = [*itertools.accumulate(reversed(glances), initial=np.zeros_like(worse))][::-1]  # of tables to come
-        a, b = np.nonzero(worse + ahead[0] <= 0)
-        for table, rest in zip(tables.values(), ahead[1:], strict=True):
-            if not len(a):
-                return
-            worse[a, b] += _more(table[a], table[b]).max(axis=1)
-            left = worse[a, b] + rest[a, b] <= 0
-            a, b = a[left], b[left]
-        beaten = np.zeros((count, count), dtype=bool)
-        beaten[a, b] = True
-        kept = np.ones(count, dtype=bool)
-        for option in np.flatnonzero(beaten.any(axis=1))[::-1]:  # of options that beat each other, the first stays
-            kept[option] = not (beaten[option] & kept).any()
+        held = self.moments(node) if self.lives[node] else np.zeros((0, count))
+        kept = self.known.once(_unbeaten, costs, held, *tables.values())
         if not kept.all():
             self.keep(node, kept)
 
@@ -428,6 +411,53 @@ class _Graph:
             names=tuple(self.problem.names[node] for node in nodes) if self.problem.names else (),
             checked=True,
         )
+
+
+def _parts_of_sum(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Costs of rows and of columns of which a table is the sum; None if it is no such sum."""
+    rows, columns, rest = split(table)
+    return None if rest.any() else (rows, columns)
+
+
+def _partners(table: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Column -> the one row that it allows, and row -> the one column; None where some allow more than one."""
+    finite = np.isfinite(table)
+    follows, leads = (bool((finite.sum(axis=axis) == 1).all()) for axis in (0, 1))
+    return finite.argmax(axis=0) if follows else None, finite.argmax(axis=1) if leads else None
+
+
+def _least_between(costs: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """[option of one neighbour, of the other] -> the least that a node between them costs."""
+    return min_plus((left + costs[:, None]).T, right)
+
+
+def _unbeaten(costs: np.ndarray, held: np.ndarray, *tables: np.ndarray) -> np.ndarray:
+    """Option -> whether no other one beats it whatever the neighbours choose.
+
+    Args:
+        held: [stretch of points, option] -> bytes.
+        *tables: [own option, neighbour's option] -> cost, of each neighbour.
+    """
+    count = len(costs)
+    worse = costs[None, :] - costs[:, None]  # [a, b]: by how much b may cost more than a, at least
+    np.fill_diagonal(worse, np.inf)
+    for usage in held:
+        worse[usage[None, :] > usage[:, None]] = np.inf
+    glances = [_glance(table) for table in tables]
+    ahead = [*itertools.accumulate(reversed(glances), initial=np.zeros_like(worse))][::-1]  # of tables to come
+    a, b = np.nonzero(worse + ahead[0] <= 0)
+    for table, rest in zip(tables, ahead[1:], strict=True):
+        if not len(a):
+            break
+        worse[a, b] += _more(table[a], table[b]).max(axis=1)
+        left = worse[a, b] + rest[a, b] <= 0
+        a, b = a[left], b[left]
+    beaten = np.zeros((count, count), dtype=bool)
+    beaten[a, b] = True
+    kept = np.ones(count, dtype=bool)
+    for option in np.flatnonzero(beaten.any(axis=1))[::-1]:  # of options that beat each other, the first stays
+        kept[option] = not (beaten[option] & kept).any()
+    return kept
 
 
 def _pair(i: int, j: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
 from autoshard.model import grouping
+from autoshard.model.groups import StackWriter
 from autoshard.model.pricing import price_lists
 from autoshard.model.xla import backends
 from autoshard.model.xla.units.streams import Streams
@@ -115,6 +116,42 @@ def test_faults_of_loops(monkeypatch, name):
     assert 1 / WITHIN <= predicted / compiled <= WITHIN
     without(monkeypatch, streams=streams)
     assert not 1 / WITHIN <= foreseen(LOOPS[loop], shapes) / compiled <= WITHIN
+
+
+def stacked(dtype):
+    return lambda x: jax.lax.scan(lambda c, _: (c * 1.5 + 1, c.astype(dtype)), x, None, length=4)
+
+
+def products_stacked(x, weights):
+    def layer(c, weight):
+        product = (c * weight[0]).astype(weight.dtype) @ weight
+        return c + 1, product
+
+    return jax.lax.scan(layer, x, weights)
+
+
+STACKING = {  # a loop that stacks, and what it takes
+    "of 32 bits": (stacked(jnp.float32), [array(8192, 4096)]),
+    "of 16 bits": (stacked(jnp.bfloat16), [array(8192, 4096)]),
+    "of products": (products_stacked, [array(8192, 1024), array(4, 1024, 1024, dtype=jnp.bfloat16)]),
+}
+
+
+def assert_stacks_are_near(name) -> None:
+    predicted, compiled = seconds(*STACKING[name])
+    assert 0.8 <= predicted / compiled <= 1.25, (name, predicted, compiled)
+
+
+@pytest.mark.parametrize("name", STACKING)
+def test_stacks_are_streams_or_written_by_products(name):
+    assert_stacks_are_near(name)
+
+
+@pytest.mark.parametrize("writer, name", [(StackWriter.PRODUCT, "of 16 bits"), (StackWriter.LOOP, "of products")])
+def test_other_writers_of_stacks_are_noticed(monkeypatch, writer, name):
+    monkeypatch.setattr(grouping, "stack_writer", lambda *_: writer)
+    with pytest.raises(AssertionError):
+        assert_stacks_are_near(name)
 
 
 def test_arrays_of_one_operation_are_read_once(monkeypatch):

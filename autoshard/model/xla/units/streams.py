@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.model.groups import Group
+from autoshard.model.groups import Group, StackWriter
 from autoshard.model.xla.units.vector_unit import REGISTER
 from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Value
@@ -61,8 +61,10 @@ class Streams:
 
     def counts(self, group: Group) -> bool:
         """Whether a group passes through the vector unit as streams, and nothing else decides what it takes."""
-        if not self.bandwidth_share or group.ends_product or group.is_stack or not group.outputs:
+        if not self.bandwidth_share or group.ends_product or not group.outputs:
             return False
+        if group.is_stack:
+            return group.written_by is not StackWriter.PRODUCT
         (first, *_) = group.equations
         facts = facts_of(first.primitive)
         is_loop = (
@@ -80,7 +82,7 @@ class Streams:
             group: elementwise work, a reduction or a copy.
             recomputed: ids of values that their readers compute again.
         """
-        if group.read_before is not None:
+        if group.read_before is not None or group.is_stack:
             return False
         if group.only_moves:
             return True
