@@ -198,7 +198,7 @@ def _of_arguments(groups: Sequence[Group]) -> set[int]:
     """The values that are made elementwise of arguments of their size, or are views of such."""
     found: set[int] = set()
     for group in groups:
-        if group.fuses or group.is_view:
+        if group.outputs and (group.fuses or group.is_view):
             size = math.prod(group.outputs[0].value.shape)
             wide = [use.value for use in group.uses if math.prod(use.value.shape) == size]
             if wide and all(value.from_outside or value.id in found for value in wide):
