@@ -122,7 +122,8 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
             return ArgumentError(
                 f"{slashed(path)} is {_shown(leaf)}, which is no array{' and has no hash' * (place in static)}.\n"
                 "Make its argument static (static_argnums, static_argnames), give it a hash, turn it into an array, or "
-                "leave it out: eqx.partition(module, eqx.is_array), nnx.split(module), or a closure."
+                "leave it out: eqx.partition(module, eqx.is_array), nnx.split(module), or a closure. If its class "
+                "holds arrays, register it as a pytree: jax.tree_util.register_dataclass, flax.struct.dataclass."
             )
     return None
 
