@@ -13,7 +13,7 @@ import itertools
 import types
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -57,16 +57,17 @@ class HeldConstants:
     """Arrays that a step read from its static leaves when it was traced: for its program they are constants."""
 
     names: tuple[dict[Hashable, str], ...]  # per static leaf, `identity_of` each such array -> its name there
+    arrays: tuple[Any, ...] = field(default=(), repr=False)  # these, kept so that no other gets their addresses
 
     @classmethod
     def of(cls, program: Program) -> HeldConstants:
-        """From the leaves with which a program was traced. It keeps the arrays."""
+        """From the leaves with which a program was traced."""
         static = [leaf for *_, leaf in program.in_tree.static]  # what nnx modules hold is not looked through
         if not static:
             return cls(())
-        wanted = set(map(identity_of, (*constants_of(program.jaxpr), *program.captured)))
+        wanted = {identity_of(one): one for one in (*constants_of(program.jaxpr), *program.captured)}
         names = tuple(_names(_reached(leaf, with_globals=False), wanted) for leaf in static)
-        return cls(names if any(names) else ())
+        return cls(names if any(names) else (), tuple(wanted[key] for found in names for key in found))
 
     def changed(self, static: Sequence[tuple[type, Any]]) -> str | None:
         """What a later call's static leaves, each with its type, hold another array at."""
