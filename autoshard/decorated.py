@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from autoshard.arrays.ahead_of_time import LoweredCall, LoweredStep
 from autoshard.arrays.arguments import (
@@ -40,7 +40,8 @@ from autoshard.options import TRACE_KEYWORDS, Options, check_fits, compile_keywo
 from autoshard.planning import PlansByProgram, bound_plan, checked, lowered, planned, program_of
 from autoshard.processes import ProcessGroup
 from autoshard.program import Program, context, named_refusal
-from autoshard.program.explicit import is_explicit
+from autoshard.program.closures import HeldConstants
+from autoshard.program.explicit import is_by_hand, is_explicit
 from autoshard.program.flattening import CallStructure, FlatCall, flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.tracing import traced_step
@@ -74,6 +75,7 @@ class PlannedStep:
     program: Program
     context: Any  # of tracing; kept, so that no other context gets its address
     planner: Replanner
+    held: HeldConstants  # what it read from static leaves
     is_checked: bool = False  # whether its compiled program has been held against the memory limit
     choice: OpenChoice[PlannedStep] | None = None  # among the variants of the step, until one is checked
 
@@ -137,6 +139,8 @@ class _Call(NamedTuple):
         """Whether no argument has to be looked at, as one that is deleted or that has to be copied."""
         # Where `jax.jit` was once not allowed to trace, it stays slow. So what lay otherwise than planned has to do so.
         if any(is_deleted(flat.arrays[i]) for i in self.sentinels) or flat.share_arrays:
+            return False
+        if self.compiled.held.changed(flat.structure.static):
             return False
         return all(current_sharding(flat.arrays[i]) == lies for i, lies in self.otherwise.items())
 
@@ -239,7 +243,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         static, dynamic = self._static.split(args, kwargs)
         leaves, signature = flat.arrays, (_kinds(static), static, flat.structure)
         self._modules_before = flat.structure if flat.structure.has_modules else None
-        if _by_hand() or transforms_types(leaves):
+        if is_by_hand() or transforms_types(leaves):
             plain = self._fn if flat.is_special else jax.jit(self._fn, **self._trace_keywords)
             inner: Result = plain(*args, **kwargs)
             return inner
@@ -336,6 +340,7 @@ class ShardedFunction(Generic[Parameters, Result]):
                         raise self._open_choice(traced, options).confirmed(error) from None
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
+        compiled.held.check(flat.structure.static, compiled.program.name)
         # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
@@ -410,7 +415,7 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _bound(self, program: Program, plan: Plan) -> PlannedStep:
         """A lowered plan bound to what it was made of."""
         planner = Replanner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
-        return PlannedStep(planner.bound(plan), program, context(), planner)
+        return PlannedStep(planner.bound(plan), program, context(), planner, HeldConstants.of(program))
 
     def _enough(self, seconds: float, options: Options) -> Callable[[], float] | None:
         """Seconds per step above which no plan is sought: so many, or as the options say.
@@ -488,8 +493,3 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _finished(self, program: Program) -> Program:
         """A program with what is planned as one equation."""
         return with_transforms(with_stencils(program), self._options.mesh.shape)
-
-
-def _by_hand() -> bool:
-    """Whether the caller runs on each device's shards, in a `shard_map` or `pmap`: nothing can be split there."""
-    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types

@@ -132,6 +132,11 @@ def options_of(
         raise ArgumentError(f"mesh must be a jax.sharding.Mesh or AbstractMesh, as jax.make_mesh gives; it is {mesh!r}")
     if not mesh.axis_names:
         raise MeshError("the mesh has no axes; give it one, even of one device: jax.make_mesh((1,), ('data',))")
+    if unwritable := [name for name in map(str, mesh.axis_names) if not name.isascii() or "\\" in name]:
+        raise MeshError(
+            f"mesh axes {', '.join(map(repr, unwritable))}: XLA ends the process when it compiles for an axis of such "
+            "a name.\nName axes in ASCII letters, without a backslash."
+        )
     given_mesh, mesh = mesh, with_auto_axes(mesh)
     given_topology = topology
     if isinstance(topology, str):

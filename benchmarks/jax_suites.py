@@ -128,6 +128,7 @@ class Replacement:
     """What stands for `jax.jit`: makes functions that autoshard runs where it can."""
 
     def __init__(self, jit: Callable):
+        functools.update_wrapper(self, jit)  # haiku and others read its name
         self.jit, self.calls = jit, 0
 
     @functools.cached_property

@@ -136,6 +136,7 @@ def main() -> int:
         plugin = Plugin(json.loads(os.environ[SETTINGS]))
         only = ["-k", options.only] if options.only else []
         quiet = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", "--import-mode=importlib"]
+        quiet.append("--continue-on-collection-errors")  # of files that need what is not installed
         return int(pytest.main([str(options.folder), *quiet, *only], plugins=[plugin]))
     started = time.perf_counter()
     rows_file, plain_file = options.rows.resolve(), options.rows.resolve().with_suffix(".plain")

@@ -74,6 +74,36 @@ def test_a_state_is_born_as_planned(plan):
     assert state.params["params"]["Dense_0"]["kernel"].sharding.spec == P("data", "model")
 
 
+@jax.tree_util.register_pytree_node_class
+class Keyless:
+    """A container that names no keys, as `eqx.nn.State` is one: JAX counts its children."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("around", [lambda held: held, lambda held: {"inner": [held]}], ids=["top", "below"])
+def test_containers_without_keys_name_their_arrays_once(around):
+    def made():
+        return around(Keyless(jnp.zeros((8, 4)), Keyless(jnp.zeros((16,)), [jnp.zeros((4,))])))
+
+    def step(state, x):
+        return jax.tree.map(lambda one: one + x.sum(), state), x
+
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    found = autoshard.plan(step, made(), jnp.ones((8,)), mesh=mesh)
+    names = [argument.name.removeprefix("state/").removeprefix("inner/0/") for argument in found.arguments]
+    assert names == ["0", "1/0", "1/1/0", "x"]
+    assert_laid(found.init(made), found.in_shardings[0])
+
+
 def test_parts_of_a_state_are_found_by_their_structure(plan):
     params = plan.init(MODEL.init, jax.random.key(0), np.zeros((1, WIDTH), np.float32))
     assert_laid(params, plan.in_shardings[0].params)

@@ -1,5 +1,6 @@
 """Leaves that are no arrays: equinox modules are taken as eqx.filter_jit takes them, numbers as jax.jit does."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -188,3 +189,83 @@ def test_what_is_neither_array_nor_static_is_named(leaf):
 def test_a_static_leaf_without_a_hash_is_named():
     with pytest.raises(ArgumentError, match=r"state/odd is .*no array and has no hash"):
         sharded(lambda state: jnp.zeros(8))({"odd": {1}})
+
+
+# What JAX does not know as a pytree.
+
+
+class Model:
+    """Holds an array, a list of some, and a function of another."""
+
+    def __init__(self):
+        self.w, self.layers, self.scale = jnp.ones((8, 4)), [jnp.ones(4)], 2.0
+        mean = jnp.full(8, 0.5)
+        self.normalised = lambda x: x - mean
+
+    def __call__(self, x):
+        return self.normalised(x) @ self.w + self.layers[0]
+
+
+@dataclasses.dataclass
+class Metrics:
+    loss: jax.Array
+
+
+def set_weights(model):
+    model.w = 2 * model.w
+
+
+def set_layer(model):
+    model.layers[0] = 2 * model.layers[0]
+
+
+def replace_function(model):
+    model.normalised = lambda x: x
+
+
+CHANGES = {"Model.w": set_weights, "Model.layers.0": set_layer, "Model.mean": replace_function}
+
+
+FORMS = {
+    "stages": {"pipeline": {"stages": 1, "microbatches": 2}},
+    "a padded batch": {"pad": "batch"},
+    "padded dims": {"pad": "auto"},
+}
+
+
+@pytest.mark.parametrize("name, form", [*((name, "one program") for name in CHANGES), *(("Model.w", f) for f in FORMS)])
+def test_arrays_of_unknown_objects_are_constants_that_must_not_change(name, form):
+    model, x = Model(), X[:13] if form == "a padded batch" else X
+    step = sharded(lambda model, x: model(x).mean(), **FORMS.get(form, {}))
+    first = step(model, x)
+    model.unread = jnp.ones(3)
+    np.testing.assert_allclose(step(model, x), first, rtol=1e-5)
+    CHANGES[name](model)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=rf"{name} is another array than the one .*\nRegister the class"):
+            step(model, x)
+    np.testing.assert_allclose(sharded(lambda model, x: model(x).mean())(model, x), model(x).mean(), rtol=1e-5)
+
+
+async def waits(x):
+    return x
+
+
+TRACED = {
+    "an object": (lambda x: (x, Metrics(x.sum())), "a Metrics at 1, .* holds a traced array: loss"),
+    "a function": (lambda x: {"later": lambda: x.sum()}, "a function at later, .* holds a traced array: x"),
+    "a partial": (lambda x: functools.partial(jnp.add, x), "a partial, .* holds a traced array"),
+    "a view": (lambda x: {"a": x}.values(), "a dict_values, .* holds a traced array"),
+    "a method": (lambda x: x.sum, "a method, .* holds a traced array"),
+    "a generator": (lambda x: (row for row in x), "a generator, which runs once"),
+    "an iterator": (lambda x: map(jnp.sum, x), "a map, which runs once"),
+    "a coroutine": (waits, "a coroutine, which runs once"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type")
+@pytest.mark.parametrize("case", TRACED)
+def test_results_that_hold_what_is_traced_are_refused(case):
+    step, said = TRACED[case]
+    with pytest.raises(ArgumentError, match=f"the function returns {said}"):
+        sharded(step)(X)

@@ -23,6 +23,7 @@ from autoshard.program.signature import static_places
 # shape; its type is its abstract value.
 ArrayType = tuple[tuple[int, ...], Any, bool, bool, NamedSharding | None] | Any
 _ARRAY_TYPES = jax.core.ShapedArray, jax.ShapeDtypeStruct
+_SHOWN_CHARACTERS = 200  # of an argument's text that a message shows at most
 _TypedArray = tuple[tuple[int, ...], Any, bool, bool, NamedSharding]
 
 
@@ -114,16 +115,29 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
     for place, (path, leaf) in enumerate(found):
         if isinstance(leaf, jax.Ref):
             return ArgumentError(
-                f"{slashed(path)} is {leaf!r}: what changes under the step has no layout that a plan could keep.\n"
-                "Pass the array, return the new one and write it back: ref[...] = step(ref[...])."
+                f"{slashed(path)} is {_shown(leaf)}: what changes under the step has no layout that a plan could keep."
+                "\nPass the array, return the new one and write it back: ref[...] = step(ref[...])."
             )
         if not (_is_hashable(leaf) if place in static else _has_type(leaf)):
             return ArgumentError(
-                f"{slashed(path)} is {leaf!r}, which is no array{' and has no hash' * (place in static)}.\n"
+                f"{slashed(path)} is {_shown(leaf)}, which is no array{' and has no hash' * (place in static)}.\n"
                 "Make its argument static (static_argnums, static_argnames), give it a hash, turn it into an array, or "
-                "leave it out: eqx.partition(module, eqx.is_array), nnx.split(module), or a closure."
+                "leave it out: eqx.partition(module, eqx.is_array), nnx.split(module), or a closure. If its class "
+                "holds arrays, register it as a pytree: jax.tree_util.register_dataclass, flax.struct.dataclass."
             )
     return None
+
+
+def _shown(leaf: Any) -> str:
+    """What a message says of an argument, on one line: its `repr`, or the beginning of it; of a large array its type.
+
+    >>> _shown(np.zeros((32, 16), "datetime64[s]")), _shown({"a"})
+    ('a NumPy array datetime64[s][32, 16]', "{'a'}")
+    """
+    text = " ".join(repr(leaf).split())
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    return f"a NumPy array {leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, np.ndarray) else text[:_SHOWN_CHARACTERS]
 
 
 def _has_type(leaf: Any) -> bool:

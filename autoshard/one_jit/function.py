@@ -22,6 +22,7 @@ from autoshard.planning import bound_plan
 from autoshard.plans.plan import PlanData
 from autoshard.processes.agreement import Claims, check_alike
 from autoshard.program import Program, context
+from autoshard.program.closures import HeldConstants
 from autoshard.replanning.planner import Replanner
 from autoshard.stages.cutting import CuttableStep
 from autoshard.stages.reading.plan_source import PlanSource
@@ -122,6 +123,7 @@ class OneJitFunction(ShardedFunction[Parameters, Result]):
             program,
             context(),
             Replanner.of(program, options, self._jit_keywords, is_given=True),
+            HeldConstants.of(program),
         )
 
     def _lowered(self, plan: Plan, here: StagesOnMesh) -> Plan:

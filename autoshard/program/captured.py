@@ -6,7 +6,7 @@ literal that holds an array. XLA would copy such a constant whole to every devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from autoshard.jaxprs import (
     called_jaxpr,
     capturing_call,
     equations_of,
+    inner_jaxprs,
     is_array,
 )
 from autoshard.program.user_code import Source, source_of
@@ -85,6 +86,15 @@ def identity_of(array: Any) -> Hashable:
     if isinstance(array, np.ndarray):
         return array.__array_interface__["data"][0], array.shape, array.strides, str(array.dtype)
     return id(array)
+
+
+def constants_of(closed: ClosedJaxpr) -> Iterator[Any]:
+    """The arrays that a jaxpr and those inside it hold as constants, or as literals."""
+    yield from closed.consts
+    for eqn in equations_of(closed.jaxpr):
+        yield from (atom.val for atom in eqn.invars if isinstance(atom, Literal) and isinstance(atom.val, jax.Array))
+        for inner in inner_jaxprs(eqn):
+            yield from constants_of(inner)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     return AxisType.Explicit in (mesh.axis_types or ())
 
 
+def is_by_hand() -> bool:
+    """Whether the caller runs on each device's shards, in a `shard_map` or `pmap`: nothing can be split there."""
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
 def type_sharding(aval: Any) -> NamedSharding | None:
     """The sharding in a type; None if the type says nothing of how an array lies."""
     sharding = getattr(aval, "sharding", None)

@@ -6,12 +6,15 @@ Leaves that are no arrays are static, and part of what calls are compared by (`s
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Awaitable, Coroutine, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.tree_util import PyTreeDef
 
+from autoshard.errors import ArgumentError
+from autoshard.program.closures import traced_name
+from autoshard.program.paths import slashed
 from autoshard.program.signature import Arguments, static_places
 from autoshard.program.trees import Box, Tree
 
@@ -113,7 +116,29 @@ def flat_results(
         if (found := modules.returned_modules(result, arguments, tracers)) is not None:
             return found
     box = Box.of(result)
+    for place, _, static in box.tree.static:
+        refuse_traced(static, slashed(box.tree.paths[place]))
     return box.leaves, box.tree
+
+
+def refuse_traced(static: Any, place: str) -> None:
+    """
+    Raises:
+        ArgumentError: a result that is no array means nothing once the function has been traced.
+    """
+    what = f"a {type(static).__name__}" + (f" at {place}" if place else "")
+    if isinstance(static, Awaitable | Iterator):
+        if isinstance(static, Coroutine):
+            static.close()  # else Python warns that nobody has waited for it
+        raise ArgumentError(
+            f"the function returns {what}, which runs once, when the function is traced.\nReturn a list or a tuple."
+        )
+    if (name := traced_name(static)) is not None:
+        raise ArgumentError(
+            f"the function returns {what}, which JAX does not know as a pytree, and which holds a traced array"
+            + (f": {name}" if name else "")
+            + ".\nRegister its class (jax.tree_util.register_dataclass, flax.struct.dataclass), or return a dict."
+        )
 
 
 def with_flat_modules(tree: Any) -> Any:

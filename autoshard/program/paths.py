@@ -18,9 +18,13 @@ def parameter_names(debug_info: Any, paths: Iterable[tuple]) -> list[str]:
     for path, described in zip(paths, debug_info.arg_names, strict=True):
         # `path` starts with (0, position) for positional and (1, keyword) for keyword arguments; only the debug info
         # knows what a positional parameter is called: "params['w']", or "batch[0]['x']" for one of *batch.
-        parameter = re.findall(r"\w+", (described or "").removesuffix(keystr(path[2:]))) or [slashed(path[1:2])]
+        below = _FLAT_INDEX.sub(r"\1", keystr(path[2:]))
+        parameter = re.findall(r"\w+", (described or "").removesuffix(below)) or [slashed(path[1:2])]
         names.append("/".join(filter(None, [*parameter, slashed(path[2:])])))
     return names
+
+
+_FLAT_INDEX = re.compile(r"<flat index ([^>]+)>")  # the key of a container without keys; debug info shortens it to \1
 
 
 def slashed(path: tuple) -> str:

@@ -15,6 +15,7 @@ from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, MeshError, StageError
 from autoshard.options import Options
 from autoshard.program import Program, context
+from autoshard.program.closures import HeldConstants
 from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.signature import Arguments
 from autoshard.stages.planned_pipeline import AskedStages, PlannedPipeline
@@ -36,6 +37,7 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         super().__init__(fn, options=replace(options, ignore_constraints=True), jit_keywords=jit_keywords)
         self._request = request
         self._pipelines: dict[Any, PlannedPipeline] = {}
+        self._held: dict[Any, HeldConstants] = {}  # by the same keys
         self._contexts: dict[int, Any] = {}  # of tracing
         self._runtimes: dict[int, PipelineRuntime] = {}
 
@@ -95,7 +97,11 @@ class PipelinedFunction(ShardedFunction[Parameters, Result]):
         with self._lock:
             if key not in self._pipelines:
                 self._pipelines[key] = self._pipeline_of(static, dynamic, key[-1])
-            return self._pipelines[key]
+            planned = self._pipelines[key]
+            if key not in self._held:
+                self._held[key] = HeldConstants.of(planned.program)
+            self._held[key].check(flat.structure.static, planned.program.name)
+            return planned
 
     def _key(self, static: tuple[Any, ...], dynamic: Arguments, flat: FlatCall) -> tuple[Any, ...]:
         """Equal for calls that run in the same stages; the types of their arrays come last.
