@@ -41,7 +41,7 @@ class PrimitiveFacts:
     relabels: bool = False  # only renames or repeats what it reads: XLA folds it into what reads it
     is_view: bool = False  # the same elements in other dims: a matrix product reads through it
     is_expensive: bool = False  # XLA does not compute it twice to save a buffer (HloInstruction's cost class)
-    is_long: bool = False  # XLA writes it out as a hundred operations, which TPUs do not do again to save a buffer
+    is_long: bool = False  # XLA writes it out as a polynomial of many terms
     is_linear: bool = False  # partial sums can go through it
     passes_on: bool = False  # the same elements, for a product inside a loop
     is_loop: bool = False  # becomes a loop over its result, or a reduction, that computes its operands as it goes

@@ -157,6 +157,7 @@ V5E = Backend(
         takes_in=_LOOPS | {"conv_general_dilated", "dot_general"},
         taken_in=_SLICES,
         sinks_broadcasts=True,
+        stores_long=True,  # `tests/model/xla/test_long_functions.py`
         stores_softmaxes=True,
     ),
     gathers=Gathers(several_dims_at_once=True, copies_results=True, summed_up_to_bytes=2**24),

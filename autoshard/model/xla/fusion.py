@@ -59,6 +59,7 @@ class Fusion:
     stores_keys: bool = False  # keys that are made of many others are stored, whoever reads them
     reduces_apart_from: int = 0  # elements that one is made of; of fewer, readers do a reduction again
     normalises: bool = False  # softmaxes and norms of rows are one operation, whose result is stored
+    stores_long: bool = False  # what XLA writes out as long polynomials is stored if several read it
     stores_softmaxes: bool = False  # what softmaxes of products and their gradients are made of is stored, too
 
 
@@ -275,7 +276,8 @@ def _is_repeated(
             return False
         if backend.rounding.operands and any(reads_rounded(user.equations[0], group) for user in users):
             return False
-        if len(set(map(id, users))) > 1 and any(facts_of(e.primitive).is_long for e in group.equations):
+        is_long = any(facts_of(equation.primitive).is_long for equation in group.equations)
+        if backend.fusion.stores_long and is_long and len(set(map(id, users))) > 1:
             return False
         if backend.tile and any(copies_argument(group, user, of_arguments) for user in users):
             return False
