@@ -84,7 +84,7 @@ def rows_and_columns(shape: tuple[int, ...], tile: Tile) -> RowsAndColumns:
     """The two minor dims of an argument: of those that pad least the last as columns, and then the last as rows.
 
     >>> rows_and_columns((16, 224, 224, 3), (8, 128)), rows_and_columns((128, 224, 224, 3), (8, 128))
-    ((3, 2), (2, 0))
+    ((1, 2), (2, 0))
     """
     pairs = itertools.permutations(range(len(shape)), 2)
     return RowsAndColumns(min(pairs, key=lambda dims: (_size_with(shape, dims[0], dims[1], tile), -dims[1], -dims[0])))
