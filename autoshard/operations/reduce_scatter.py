@@ -19,6 +19,8 @@ _LEAST_COLUMNS, _COLUMN_BYTES = 8, 64
 _MOST_WIDTHS = 64  # numbers of columns that are tried
 # Tiles of 8 x 128 that fit in the memory of libtpu's reduce_scatter: a part from each device, and four more.
 _TILES_OF_PARTS, _OTHER_PARTS = 3648, 4
+_MOST_PIECES = 19  # into which libtpu cuts columns; not into 23
+_LEAST_TURNED = 8  # tiles of a piece of columns that lie as rows; pieces of 5 are not made
 
 
 def reduce_scatter(partial: jax.Array, dim: int, stages: Sequence[tuple[Any, Any]], others: Sequence[str]) -> jax.Array:
@@ -127,13 +129,16 @@ def scattered_rows(rows: int, columns: int, devices: int, chip_rows: int = _CHIP
     """The rows of each device's slice as XLA for TPU scatters them, with padding; 0: it all_reduces the whole instead.
 
     Rows come in tiles of 8, two tiles at a time where the columns fill an odd number of lanes. A device sends them in
-    equal parts, so many that one part from each device fits in fast memory. Devices exchange rows after that, to have
-    those that are theirs. If a third of the rows is padding, XLA all_reduces.
+    equal parts, so many that one part from each device fits in fast memory. Columns are cut into equal pieces if they
+    do not fit otherwise: those of 239 lanes cannot be cut. Devices exchange rows after that, to have those that are
+    theirs. If a third of the rows is padding, XLA all_reduces.
     Source: programs compiled for v5e:2x4 and 4x4, v5p:2x2x1, 2x2x2 and 2x2x4, in float32 and bfloat16, which come out
     alike. `tests/model/xla/test_scatters.py` compiles some.
 
     >>> [scattered_rows(*slice, chip_rows=8) for slice in ((96, 768, 8), (200, 1600, 8), (200, 1600, 4), (9, 256, 8))]
     [96, 224, 208, 0]
+    >>> [scattered_rows(128, lanes * LANES, 8, chip_rows=8) for lanes in (235, 239, 240)]
+    [144, 0, 128]
 
     Args:
         rows: of a device's slice.
@@ -141,13 +146,27 @@ def scattered_rows(rows: int, columns: int, devices: int, chip_rows: int = _CHIP
         devices: that talk to each other.
         chip_rows: as for `fills_tiles`.
     """
-    lanes = -(-columns // LANES)
-    together = chip_rows * (1 + lanes % 2)
+    lanes, room = -(-columns // LANES), _TILES_OF_PARTS // (devices + _OTHER_PARTS)
+    widths = [lanes // pieces for pieces in range(1, _MOST_PIECES + 1) if lanes % pieces == 0]
+    steps = ((chip_rows * (1 + width % 2), width) for width in widths)
+    fitting = ((rows, rows // 8 * width) for rows, width in steps if rows // 8 * width <= room)
+    together, tiles = next(fitting, (0, 0))
+    if not together:
+        return 0
     units = -(-rows // together)
-    most = max(1, _TILES_OF_PARTS // (devices + _OTHER_PARTS) // (together // 8 * lanes))
-    parts = -(-units // most)
+    parts = -(-units // (room // tiles))
     padded = parts * -(-units // parts) * together
     return padded if 2 * padded <= 3 * rows else 0
+
+
+def fits_turned(columns: int, devices: int) -> bool:
+    """Whether XLA for TPU can cut columns, which lie as rows, into equal pieces of which one of each device fits.
+
+    >>> [fits_turned(columns, 8) for columns in (3000, 16008, 16040, 50265)]
+    [True, True, False, False]
+    """
+    tiles, room = -(-columns // 8), _TILES_OF_PARTS // (devices + _OTHER_PARTS)
+    return any(tiles % piece == 0 for piece in range(min(tiles, _LEAST_TURNED), room + 1))
 
 
 def columns_beside(shape: Sequence[int], dim: int) -> int:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from autoshard.layout import MeshShape, shards
-from autoshard.operations.reduce_scatter import LANES, fills_tiles, scattered_rows, sent_width
+from autoshard.model.xla.tiles import rows_and_columns
+from autoshard.operations.reduce_scatter import LANES, fills_tiles, fits_turned, scattered_rows, sent_width
 from autoshard.operations.sums import Stages, two_stages
 
 if TYPE_CHECKING:
@@ -69,30 +70,48 @@ def sent_slices(
         dtype: of its elements; complex ones are scattered as their real and imaginary parts.
     """
     itemsize = np.dtype(dtype).itemsize
-    if np.issubdtype(dtype, np.complexfloating):
-        found = sent_slices((2, *shape), dim + 1, sizes, np.dtype(f"float{4 * itemsize}"), backend)
-        return found and tuple(SentSlice(one.elements // 2, one.exchanged // 2) for one in found)
+    is_complex = np.issubdtype(dtype, np.complexfloating)
+    if is_complex:
+        shape, dim, itemsize = (2, *shape), dim + 1, itemsize // 2
     width, in_slices = sent_width(shape, dim, math.prod(sizes), itemsize)
     local, sent = math.prod(shape), []
     for size in sizes:
         local //= size
-        one = _sent_slice(local, width, size, itemsize, backend)
+        one = _sent_slice(local, width, size, itemsize, backend, may_turn=not is_complex)
         if one is None or (in_slices and one.exchanged):  # those that are padded libtpu all_reduces
             return None
-        sent.append(one)
+        sent.append(SentSlice(one.elements // 2, one.exchanged // 2) if is_complex else one)
     return tuple(sent)
 
 
-def _sent_slice(elements: int, columns: int, devices: int, itemsize: int, backend: Backend) -> SentSlice | None:
-    """What a reduce_scatter of rows sends; None: the whole is all_reduced."""
+def _sent_slice(
+    elements: int, columns: int, devices: int, itemsize: int, backend: Backend, *, may_turn: bool = True
+) -> SentSlice | None:
+    """What a reduce_scatter of rows sends; None: the whole is all_reduced.
+
+    Args:
+        elements: of one device's slice.
+        columns: of the matrix.
+        devices: that talk to each other.
+        itemsize: bytes of an element.
+        backend: the compiler.
+        may_turn: whether the matrix lies as it pads least, and is no part of something larger.
+    """
     chip_rows = backend.scatters.chip_rows
     if not chip_rows:
         return SentSlice(elements, 0)
-    if columns < LANES:  # as libtpu turns these, the rows of a slice fill lanes, or nothing is scattered
-        return SentSlice(elements, 0) if fills_tiles(elements, columns, itemsize, chip_rows) else None
     rows = elements // columns
+    # Where rows are lanes, those of a slice fill them, or nothing is scattered.
+    if columns < LANES or (may_turn and _is_turned(rows * devices, columns, backend)):
+        fits = fills_tiles(elements, columns, itemsize, chip_rows) and fits_turned(columns, devices)
+        return SentSlice(elements, 0) if fits else None
     padded = scattered_rows(rows, columns, devices, chip_rows)
     return SentSlice(padded * columns, (padded - rows) * (devices - 1) * columns) if padded else None
+
+
+def _is_turned(rows: int, columns: int, backend: Backend) -> bool:
+    """Whether a matrix lies with its rows as the columns of tiles, since it is padded less so."""
+    return backend.tile is not None and rows_and_columns((rows, columns), backend.tile)[1] == 0
 
 
 def scattered_alone(

@@ -99,6 +99,14 @@ PADDED = [  # slices whose rows do not fill the tiles of equal parts, of wide ma
 ]
 
 
+CUT = [  # wide matrices whose columns fit in fast memory in equal pieces, or do not, the last one turned
+    ((1024, 239 * 128), 0),
+    ((1024, 235 * 128), 0),
+    ((1024, 437 * 128), 0),
+    ((1024, 50265), 0),
+]
+
+
 def scattered(mesh, shape: tuple[int, ...], dim: int, dtype=jnp.float32):
     """The sum over a mesh axis of what its devices have, each with a slice of it."""
     local = jax.shard_map(
@@ -151,6 +159,20 @@ def test_the_least_slices(machine, axes):
 def test_slices_that_are_padded(machine, axes):
     pytest.importorskip("libtpu")
     assert not disagreements(machine, axes, PADDED)
+
+
+@pytest.mark.parametrize("machine, axes", [("v5e:2x4", {"x": 8}), ("v5e:2x2", {"x": 4}), ("v5p:2x2x1", {"x": 4})])
+def test_columns_that_are_cut(machine, axes):
+    pytest.importorskip("libtpu")
+    assert not disagreements(machine, axes, CUT, (jnp.bfloat16,))
+
+
+@pytest.mark.parametrize("fault", ["_MOST_PIECES", "_LEAST_TURNED"])
+def test_columns_that_cannot_be_cut_are_caught(fault, monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr(form, fault, {"_MOST_PIECES": 500, "_LEAST_TURNED": 1}[fault])
+    cut = CUT[0] if fault == "_MOST_PIECES" else CUT[3]
+    assert disagreements("v5e:2x4", {"x": 8}, [cut], (jnp.float32,))
 
 
 def test_a_slice_that_fills_no_tiles_is_caught(monkeypatch):
