@@ -37,6 +37,10 @@ class ArraySizes:
         """The dims of `value` among which the two minor ones are; None: they may be any."""
         return self.images.get(value.id) or self.matrices.get(value.id)
 
+    def _order(self, value: Value) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """What decides how a value lies: its dims as images, and as matrices. The same dims lie otherwise as images."""
+        return self.images.get(value.id), self.matrices.get(value.id)
+
     def local_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of `value` in the memory of one device."""
         return 0 if value.on_host else self.elements(value, layout) * self.widths.stored(value)
@@ -47,7 +51,7 @@ class ArraySizes:
         def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return read_only(np.array([self.local_bytes(value, layout) for layout in layouts]))
 
-        what = value.shape, self.minor_dims(value), value.on_host, self.widths.stored(value)
+        what = value.shape, *self._order(value), value.on_host, self.widths.stored(value)
         return self.memo.once(local_bytes, layouts, of=what)
 
     def returned_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
@@ -72,7 +76,7 @@ class ArraySizes:
         def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return read_only(np.array([self.copy_bytes(value, layout, readers) for layout in layouts]))
 
-        what = value.shape, self.minor_dims(value), self.widths.moving(value, readers)
+        what = value.shape, *self._order(value), self.widths.moving(value, readers)
         return self.memo.once(copy_bytes, layouts, of=what)
 
     def image_bytes(self, value: Value, layout: Layout, images: ImageDims) -> int:
@@ -88,7 +92,7 @@ class ArraySizes:
         images = images or self.images.get(value.id)
         minor = images or self.matrices.get(value.id)
         packed = elements_in_word(value.itemsize)
-        key = value.shape, layout, minor, packed
+        key = value.shape, layout, images, minor, packed
         if key not in self._elements:
             shape = local_shape(value.shape, layout, self.mesh)
             if images and self.backend.tile and lie_by_batch(shape, images, self.backend.tile):
