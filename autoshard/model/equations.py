@@ -86,3 +86,9 @@ def only_widens(equations: Sequence[Equation]) -> bool:
     if others or first.primitive != "convert_element_type" or not isinstance(first.inputs[0], Value):
         return False
     return first.inputs[0].itemsize < first.outputs[0].itemsize
+
+
+def compute_dtype(equations: Sequence[Equation]) -> str:
+    """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
+    operands = (*equations[0].inputs, *equations[0].outputs)
+    return dtype_name(operands[0].dtype) if operands else "bool"  # an effect alone

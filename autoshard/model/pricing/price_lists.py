@@ -23,7 +23,7 @@ from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turn
 from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.products import matrix_dims
 from autoshard.model.xla.rounding import Widths, widths_of
-from autoshard.model.xla.units.chip_memory import kept_between, only_in_products, scaled
+from autoshard.model.xla.units.chip_memory import kept_between, made_with_products, only_in_products, scaled
 from autoshard.model.xla.units.scalar_unit import places_of
 from autoshard.program import Program
 from autoshard.propagation.registry import rule_of
@@ -76,6 +76,7 @@ class PriceLists:
             entering=entering_loops(groups, weights),
             stacked=stacked_beside(program),
             kept=_kept(program, groups, widths, backend, math.prod(mesh.values())),
+            products=made_with_products(groups) if backend.streams.bandwidth_share else None,
             turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
             rounded=rounded_for_loops(program, widths),
             places=places_of(program) if backend.number_bytes else None,

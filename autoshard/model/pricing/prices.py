@@ -17,13 +17,14 @@ from autoshard.mesh.compute import flops
 from autoshard.mesh.host import host_seconds
 from autoshard.mesh.resharding import ReshardingStep, reshard
 from autoshard.mesh.topology import Topology
+from autoshard.model.equations import compute_dtype
 from autoshard.model.groups import Group
 from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.group_strategies import GroupStrategies
 from autoshard.model.pricing.host_moves import moved_bytes
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.pricing.resharding_steps import ReshardingSteps, differ, places_among
-from autoshard.model.pricing.roofline import GroupWork, compute_dtype
+from autoshard.model.pricing.roofline import GroupWork
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.regions.pricing import REGIONS, Region, RegionPrices
 from autoshard.model.strategies import Finish, Strategy
@@ -89,6 +90,7 @@ class PriceList:
         entering: Collection[int] = (),
         stacked: Mapping[int, int] | None = None,
         kept: Mapping[int, int] | None = None,
+        products: Mapping[int, Group] | None = None,
         turns: Mapping[int, int] | None = None,
         rounded: Collection[int] = (),
         places: ValuePlaces | None = None,
@@ -125,7 +127,7 @@ class PriceList:
         self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
         self.ways = GroupStrategies(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
         self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo, matrices or {})
-        self.work = GroupWork(self.arrays, self.device, self.instead, kept or {})
+        self.work = GroupWork(self.arrays, self.device, self.instead, kept or {}, products or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
         # bytes of an array, and whether nothing waits for it -> of each step, as `resharding_steps` numbers them: its
@@ -460,11 +462,11 @@ class PriceList:
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""
-        figures, place = self.work.figures, itertools.count()
+        figures, place = self.work.traffic.figures, itertools.count()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
         return (
             tuple(
-                tuple((places[value.id], *figures(value)) for value in self.work.read_instead(use.value))
+                tuple((places[value.id], *figures(value)) for value in self.work.traffic.read_instead(use.value))
                 for use in group.uses
             ),
             tuple((figures(use.value), use.dims) for use in group.uses),
@@ -490,6 +492,7 @@ class PriceList:
             group.written_by,
             group.passes_before,
             self.work.is_alone(group),
+            self.work.products.figures(group),
             None if group.read_before is None else tuple(one.value.id in group.read_before for one in group.uses),
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from autoshard.layout import Layout, local_shape, shards
-from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.compute import compute_seconds
 from autoshard.mesh.topology import Topology
-from autoshard.model.equations import inserted_operand
-from autoshard.model.groups import Group, StackWriter, Use, reads_images
+from autoshard.model.equations import compute_dtype, inserted_operand
+from autoshard.model.groups import Group, StackWriter, reads_images
+from autoshard.model.pricing.product_operations import ProductOperations
 from autoshard.model.pricing.sizes import ArraySizes
+from autoshard.model.pricing.traffic import Traffic
 from autoshard.model.strategies import Strategy
 from autoshard.model.xla.convolutions import (
     TURNS,
@@ -25,7 +27,7 @@ from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import Tile, row_padding
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
 from autoshard.primitives import FlopRule, facts_of
-from autoshard.program import Equation, Value, dtype_name
+from autoshard.program import Equation, Value
 
 # These do no work: results are the operand's buffer.
 _SAME_BUFFER = frozenset({"scan_const", "scan_carry", "branch_const", "branch_join"})
@@ -46,11 +48,17 @@ class GroupWork:
         topology: Topology,
         instead: Mapping[int, Sequence[Value]],
         kept: Mapping[int, int],
+        products: Mapping[int, Group],
     ) -> None:
+        """
+        Args:
+            instead: values that their readers make again -> what they read for it.
+            kept: what can stay in the chip while a loop turns -> bytes of all that can in its loop.
+            products: ids of what is made in an operation that begins with a product -> that product.
+        """
         self.arrays, self.topology = arrays, topology
-        self.instead = instead  # values that their readers make again -> what they read for it
-        self._figures: dict[int, tuple] = {}  # by ids of values
-        self.kept = kept  # what can stay in the chip while a loop turns -> bytes of all that can in its loop
+        self.traffic = Traffic(arrays, instead, kept)
+        self.products = ProductOperations(arrays, topology, self.traffic, products)
 
     def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
@@ -60,85 +68,68 @@ class GroupWork:
             factor: np.array([shards(strategy.axes.get(factor, ()), self.arrays.mesh) for strategy in strategies])
             for factor in group.sizes
         }
-        split: dict[frozenset[int], np.ndarray] = {}
-        work = np.zeros(len(strategies))
-        for equation in group.equations:
-            factors = frozenset(group.factors_of(equation))
-            if factors not in split:
-                split[factors] = math.prod((pieces[factor] for factor in factors), start=np.ones(len(strategies)))
-            work += self._flops(equation) / split[factors] * self._padding(group, equation, pieces)
-        if group.equations[0].primitive == "conv_general_dilated":
-            work /= self.arrays.backend.convolutions.flops_share
+        split = {frozenset(group.factors_of(equation)): np.ones(len(strategies)) for equation in group.equations}
+        for factors, ones in split.items():
+            split[factors] = math.prod((pieces[factor] for factor in factors), start=ones)
         backend = self.arrays.backend
-        streams = self._stream_seconds(group, wants, leaves) if backend.streams.counts(group) else None
-        moved = 0.0 if streams is not None else self._bytes_moved(group, wants, leaves)  # streams price it themselves
+        is_stream = backend.streams.counts(group)
+        moved = 0.0 if is_stream else self._bytes_moved(group, wants, leaves)  # streams price it themselves
         through = np.maximum(moved, backend.vector_products.bytes_read(group, pieces))
-        least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
-        in_units = np.maximum(
-            np.maximum(self._vector_seconds(group, split, leaves), backend.matrix_unit.seconds(group, pieces)),
-            np.maximum(
-                backend.convolutions.grouped_seconds(group, pieces), backend.convolutions.lone_seconds(group, pieces)
-            ),
+        work = sum(
+            self.products.flops(one)
+            / split[frozenset(group.factors_of(one))]
+            * self.products.padding(group, one, pieces)
+            for one in group.equations
         )
+        taken = [
+            compute_seconds(work, through, compute_dtype(group.equations), self.topology),
+            self.products.seconds_beside(group, pieces),
+            self._vector_seconds(group, split, leaves),
+        ]
         if sorting := backend.sorts.seconds(group):
-            in_units = np.maximum(in_units, sorting / split[frozenset(group.factors_of(group.equations[0]))])
-        if streams is not None:
-            in_units = np.maximum(in_units, streams)
+            taken.append(sorting / split[frozenset(group.factors_of(group.equations[0]))])
+        if is_stream:
+            taken.append(self._stream_seconds(group, wants, leaves))
+        elif backend.streams.counts_product(group):
+            taken.append(self.products.stream_seconds(group, pieces, wants, leaves))
         for equation in group.equations:
             if (library := backend.libraries.get(equation.primitive)) is not None:
                 shapes = [operand.shape for operand in equation.inputs]
-                taken = library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))])
-                in_units = np.maximum(in_units, taken)
-        roofline = compute_seconds(work, through, compute_dtype(group.equations), self.topology)
-        found: list[float] = np.broadcast_to(least + np.maximum(roofline, in_units), work.shape).tolist()
+                taken.append(library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))]))
+        beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.seconds_ahead(group, wants))
+        least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
+        found: list[float] = np.broadcast_to(least + beside, len(strategies)).tolist()
         return found
-
-    def figures(self, value: Value) -> tuple:
-        """What of a value decides what the work of groups takes that read it or make it."""
-        if value.id not in self._figures:
-            widths = self.arrays.widths.summed(value), self.arrays.widths.stored(value)
-            minor = self.arrays.minor_dims(value)
-            self._figures[value.id] = value.shape, minor, value.on_host, *widths, self.kept_share(value)
-        return self._figures[value.id]
 
     def is_alone(self, group: Group) -> bool:
         """Whether a group is a stream of the vector unit that XLA fuses with nothing."""
         streams = self.arrays.backend.streams
-        return streams.counts(group) and streams.is_alone(group, self.instead)
+        return streams.counts(group) and streams.is_alone(group, self.traffic.instead)
 
     def least_seconds(self, group: Group, devices: int) -> float:
         """Seconds that no strategy goes below: its FLOPs and bytes, shared out over all devices."""
         first = group.equations[0]
         if _is_free(group) or first.primitive in _SAME_BUFFER:
             return 0.0
+        if self.products.ended(group):
+            return self.arrays.backend.operations.seconds(group)
         values = {
             value.id: value for value in (*(use.value for use in group.uses), *(one.value for one in group.outputs))
         }
         for id in group.read_before or ():
             values.pop(id, None)
         moves_parts = group.is_recomputed or first.primitive in _READS_RESULT_BYTES or _inserted(first) is not None
-        in_memory = (value for value in values.values() if not (moves_parts or value.on_host or self.kept_share(value)))
+        in_memory = (
+            value for value in values.values() if not (moves_parts or value.on_host or self.traffic.kept_share(value))
+        )
         sizes = [
             math.prod(value.shape) * self.arrays.widths.stored(value)
             for value in in_memory
-            if value.id not in self.instead
+            if value.id not in self.traffic.instead
         ]
-        work, dtype = sum(map(self._flops, group.equations)), compute_dtype(group.equations)
+        work, dtype = sum(map(self.products.flops, group.equations)), compute_dtype(group.equations)
         shared = compute_seconds(work / devices, sum(sizes) / devices, dtype, self.topology)
         return self.arrays.backend.operations.seconds(group) + float(shared)
-
-    def _padding(self, group: Group, equation: Equation, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
-        """How many times its FLOPs an equation of a group takes in the matrix unit, per strategy."""
-        if equation is not group.equations[0]:
-            return 1.0
-        backend = self.arrays.backend
-        return backend.matrix_unit.padding(group, pieces) * backend.convolutions.padding(group, pieces)
-
-    def _flops(self, equation: Equation) -> float:
-        products = self.arrays.backend.fourier_products
-        if products.passes and equation.primitive == "fft":
-            return products.flops(equation, self.arrays.backend.tile)
-        return flops(equation)
 
     def _least(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """Seconds that its operations take however little they do, per strategy.
@@ -184,7 +175,7 @@ class GroupWork:
         """Bytes that pass where images that lie otherwise outside of convolutions are copied, per layout."""
         shapes = [local_shape(value.shape, layout, self.arrays.mesh) for layout in layouts]
         elsewhere = np.array([not lies(shape, image_dims, self.arrays.backend.tile) for shape in shapes])
-        return self._through_memory(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
+        return self.traffic.through_memory(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
 
     def _vector_seconds(
         self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]
@@ -221,14 +212,14 @@ class GroupWork:
             (one.value, self.arrays.sizes(one.value, made) / turns)
             for one, made in zip(group.outputs, leaves, strict=True)
         ]
-        written = sum((self._outside(value, size) for value, size in sizes), start=np.zeros(1))
+        written = sum((self.traffic.outside(value, size) for value, size in sizes), start=np.zeros(1))
         first = group.equations[0]
         read: np.ndarray | float
         if first.primitive in _READS_RESULT_BYTES or first.primitive == "concatenate":
             passes = passes_of_joining(len(first.inputs)) if first.primitive == "concatenate" else 1.0
             read = passes * sum((size for _, size in sizes), start=np.zeros(1))
         else:
-            read = self._read_bytes(zip(group.uses, wants, strict=True), streaming_past=group.read_before or ())
+            read = self.traffic.read_bytes(zip(group.uses, wants, strict=True), streaming_past=group.read_before or ())
         narrow = [(value, size) for value, size in sizes if self.arrays.widths.stored(value) < STREAMED_BYTES]
         packed = sum((size / self.arrays.widths.stored(value) for value, size in narrow), start=np.zeros(1))
         made = [size / self.arrays.widths.stored(value) for value, size in sizes]
@@ -247,10 +238,6 @@ class GroupWork:
             is_alone=self.is_alone(group),
         )
 
-    def read_instead(self, value: Value) -> Sequence[Value]:
-        """What is in memory of what a reader of `value` reads."""
-        return self.instead.get(value.id, (value,))
-
     def _bytes_moved(self, group: Group, wants, leaves) -> np.ndarray | float:
         """To and from memory, per strategy. What its readers make again they read themselves.
 
@@ -262,7 +249,7 @@ class GroupWork:
         first = group.equations[0]
         if first.primitive == "scan_carry":  # what a loop works on
             return group.passes_before * self.arrays.sizes(group.outputs[0].value, leaves[0])
-        written = sum(map(self._through_memory, (made.value for made in group.outputs), leaves))
+        written = sum(map(self.traffic.through_memory, (made.value for made in group.outputs), leaves))
         if first.primitive in _READS_RESULT_BYTES:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
             return (
@@ -278,7 +265,8 @@ class GroupWork:
                 if (use.equation, use.operand) == (first, operand)
             ]
             inserted = sum(
-                self._read_bytes([(use, want)]) * self._row_padding(first, use.value, want) for use, want in pairs
+                self.traffic.read_bytes([(use, want)]) * self._row_padding(first, use.value, want)
+                for use, want in pairs
             )
             if self.arrays.backend.streams.bandwidth_share and group.written_by is StackWriter.PRODUCT:
                 return self.arrays.sizes(group.outputs[0].value, leaves[0]) / group.outputs[0].value.shape[0]
@@ -292,39 +280,8 @@ class GroupWork:
             sizes = [self.arrays.sizes(*one) for one in (*arrays, (group.outputs[0].value, leaves[0]))]
             again = bytes_of_turns(first, sizes)
         passes = self.arrays.backend.fourier_products.memory_passes if first.primitive == "fft" else 0.0
-        read = self._read_bytes(zip(group.uses, wants, strict=True))
+        read = self.traffic.read_bytes(zip(group.uses, wants, strict=True))
         return read + written + again + passes * np.maximum(read, written)
-
-    def _read_bytes(
-        self, uses: Iterable[tuple[Use, Sequence[Layout]]], streaming_past: Container[int] | None = None
-    ) -> np.ndarray | float:
-        """Of everything once, however many operands are made of it; per strategy.
-
-        Args:
-            streaming_past: ids of what need not be read. If this is given, bytes count wherever they lie.
-        """
-        read: dict[int, np.ndarray] = {}
-        for use, want in uses:
-            local = self.arrays.sizes(use.value, want)
-            whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
-            for value in self.read_instead(use.value):
-                if streaming_past is not None and value.id in streaming_past:
-                    continue
-                share = math.prod(value.shape) * self.arrays.widths.stored(value) / whole if whole else 0.0
-                size = local * share if streaming_past is not None else self._outside(value, local * share)
-                read[value.id] = np.maximum(read.get(value.id, 0.0), size)
-        return sum(read.values(), start=0.0)
-
-    def _through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
-        """Bytes of `value` that go to memory and come from there, per layout."""
-        return self._outside(value, self.arrays.sizes(value, layouts))
-
-    def _outside(self, value: Value, sizes: np.ndarray) -> np.ndarray:
-        """Of what `value` takes those bytes that the chip has no room for."""
-        share = self.kept_share(value)
-        if math.isinf(share):
-            return np.zeros_like(sizes)
-        return self.arrays.backend.loop_memory.outside(sizes, share) if share else sizes
 
     def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:
         """How many times larger the rows that a gather makes or a scatter inserts are when each lies by itself."""
@@ -337,15 +294,6 @@ class GroupWork:
         together = [self.arrays.elements(rows, layout) for layout in layouts]
         pairs = zip(shapes, together, strict=True)
         return np.array([row_padding(shape, window, size, tile) for shape, size in pairs])
-
-    def kept_share(self, value: Value) -> float:
-        """The part that `value` has in all that is kept in the chip's own memory with it.
-
-        It is 0 if it is not kept there, and infinite if it lies nowhere.
-        """
-        if value.id not in self.kept:
-            return 0.0
-        return value.bytes / self.kept[value.id] if self.kept[value.id] else math.inf
 
 
 def _inserted(equation: Equation) -> int | None:
@@ -371,9 +319,3 @@ def _dims_but_last(equation: Equation, group: Group, pieces: Mapping[int, np.nda
     dims = group.results[equation.index][0][len(equation.inputs[0].shape) :]
     sizes = [math.prod((group.sizes[f] / pieces[f] for f in dim), start=np.ones(1)) for dim in dims]
     return np.maximum(0.0, sum((size > 1 for size in sizes), start=np.zeros(1)) - 1)
-
-
-def compute_dtype(equations: Sequence[Equation]) -> str:
-    """The dtype that the arithmetic runs in: that of the first operand of the first equation that computes."""
-    operands = (*equations[0].inputs, *equations[0].outputs)
-    return dtype_name(operands[0].dtype) if operands else "bool"  # an effect alone

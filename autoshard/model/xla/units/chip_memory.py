@@ -74,6 +74,18 @@ def _most_at_once(lives: Sequence[tuple[int, int, int]]) -> list[int]:
     return most
 
 
+def made_with_products(groups: Sequence[Group]) -> dict[int, Group]:
+    """Values that one operation makes with a product, on the way to what it stores -> that product."""
+    found: dict[int, Group] = {}
+    for group in groups:
+        behind = group if group.contracts else None
+        if group.ends_product:
+            behind = next((found[use.value.id] for use in group.uses if use.value.id in found), None)
+        if behind is not None:
+            found.update((made.value.id, behind) for made in group.outputs)
+    return found
+
+
 def only_in_products(groups: Sequence[Group]) -> frozenset[int]:
     """Ids of products that lie nowhere, since whatever reads them is one operation with them."""
     readers: dict[int, list[Group]] = {}

@@ -73,6 +73,13 @@ class Streams:
         values = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
         return is_loop and all(getattr(value.dtype, "kind", "c") != "c" for value in values)
 
+    def counts_product(self, group: Group) -> bool:
+        """Whether a group is a product, or ends one, and what it makes passes through the vector unit on the way."""
+        if not self.bandwidth_share or not group.outputs or not (group.contracts or group.ends_product):
+            return False
+        values = (*(use.value for use in group.uses), *(made.value for made in group.outputs))
+        return all(getattr(value.dtype, "kind", "c") != "c" for value in values)
+
     def is_alone(self, group: Group, recomputed: Container[int]) -> bool:
         """Whether a group is one operation that XLA fuses with no other.
 

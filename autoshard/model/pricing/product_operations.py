@@ -1,0 +1,158 @@
+"""Operations of a TPU that begin with a product: the matrix unit multiplies, the vector unit packs and writes.
+
+Both work side by side, and memory beside them, so that the slowest decides. What XLA makes of a product on the way is
+part of its operation. It takes only what the matrix unit does not hide.
+
+Source: the cycles that libtpu notes on v5e, v5p and v6e programs of about 40 products, alone, and with a bias, an
+activation, a residual or a sum behind them. `tests/model/xla/test_product_operations.py` compiles some.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from autoshard.layout import Layout, shards
+from autoshard.mesh.compute import compute_seconds, flops
+from autoshard.mesh.topology import Topology
+from autoshard.model.equations import compute_dtype, is_matrix_product
+from autoshard.model.groups import Group, Use
+from autoshard.model.pricing.sizes import ArraySizes
+from autoshard.model.pricing.traffic import Traffic
+from autoshard.model.xla.products import product_sizes
+from autoshard.model.xla.units.streams import STREAMED_BYTES
+from autoshard.primitives import FlopRule, facts_of
+from autoshard.program import Equation
+
+Pieces = Mapping[int, np.ndarray]  # factor -> into how many pieces each strategy splits it
+
+
+class ProductOperations:
+    """What products take in the units of a core, and what is made on the way with them."""
+
+    def __init__(self, arrays: ArraySizes, topology: Topology, traffic: Traffic, products: Mapping[int, Group]) -> None:
+        """
+        Args:
+            products: ids of what is made in an operation that begins with a product -> that product.
+        """
+        self.arrays, self.topology, self.traffic, self.products = arrays, topology, traffic, products
+
+    def flops(self, equation: Equation) -> float:
+        """FLOPs of an equation, as the unit does them that it runs in."""
+        backend = self.arrays.backend
+        if backend.fourier_products.passes and equation.primitive == "fft":
+            return backend.fourier_products.flops(equation, backend.tile)
+        return flops(equation)
+
+    def padding(self, group: Group, equation: Equation, pieces: Pieces) -> np.ndarray | float:
+        """How many times its FLOPs an equation of a group takes, per strategy."""
+        if equation is not group.equations[0]:
+            return 1.0
+        backend = self.arrays.backend
+        share = backend.convolutions.flops_share if equation.primitive == "conv_general_dilated" else 1.0
+        return backend.matrix_unit.padding(group, pieces) * backend.convolutions.padding(group, pieces) / share
+
+    def seconds_beside(self, group: Group, pieces: Pieces) -> np.ndarray | float:
+        """What products and convolutions take at least, whatever their FLOPs; 0 of all else."""
+        unit, convolutions = self.arrays.backend.matrix_unit, self.arrays.backend.convolutions
+        of_images = convolutions.grouped_seconds(group, pieces), convolutions.lone_seconds(group, pieces)
+        return np.maximum(unit.seconds(group, pieces), np.maximum(*of_images))
+
+    def stream_seconds(
+        self, group: Group, pieces: Pieces, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
+    ) -> np.ndarray | float:
+        """What the vector unit takes of a product, or of what ends one, per strategy.
+
+        It packs and writes results, and reads what else they are made of. Operands of a product go to the matrix unit
+        as they are, unless the chip has no room for them.
+        """
+        if group.is_recomputed:
+            return 0.0
+        first, backend, none = group.equations[0], self.arrays.backend, np.zeros(1)
+        stored = [
+            (made.value, self.arrays.sizes(made.value, layouts))
+            for made, layouts in zip(group.outputs, leaves, strict=True)
+            if not math.isinf(self.traffic.kept_share(made.value))
+        ]
+        elements = [(size / self.arrays.widths.stored(value), value) for value, size in stored]
+        packed = (number for number, value in elements if self.arrays.widths.stored(value) < STREAMED_BYTES)
+        uses = list(zip(group.uses, wants, strict=True))
+        made_here = [pair for pair in uses if self._is_made_here(group, pair[0])]
+        read: np.ndarray | float
+        if group.contracts:
+            sizes = (
+                self.arrays.sizes(use.value, want) for use, want in uses if use.value.id not in self.traffic.instead
+            )
+            read = sum((np.where(size > backend.on_chip_bytes, size, 0.0) for size in sizes), start=none)
+        else:
+            read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), streaming_past=())
+        reduced = none
+        if facts_of(first.primitive).work is FlopRule.REDUCTION:
+            taken_in = (
+                self.arrays.sizes(use.value, want) / self.arrays.widths.stored(use.value) for use, want in made_here
+            )
+            reduced = functools.reduce(np.maximum, taken_in, none)
+        taken = backend.streams.seconds(
+            functools.reduce(np.maximum, (number for number, _ in elements), none),
+            read,
+            sum((self.traffic.outside(*one) for one in stored), start=none),
+            reduced,
+            sum(packed, start=none),
+            self.topology.memory_bandwidth,
+            is_alone=False,
+        )
+        return np.where(product_sizes(group, pieces).is_with_vector, 0.0, taken) if is_matrix_product(first) else taken
+
+    def _is_made_here(self, group: Group, use: Use) -> bool:
+        """Whether the operation that ends with `group` makes what this reads: the product, or what is summed up."""
+        product = self.products.get(use.value.id) if group.ends_product else None
+        return product is not None and not (group.fuses and product.outputs[0].value is not use.value)
+
+    def ended(self, group: Group) -> tuple[Use, Group] | None:
+        """What a group reads of the product that one operation makes together with it, and this product."""
+        if not self.arrays.backend.streams.counts_product(group):
+            return None
+        made_here = (use for use in group.uses if self._is_made_here(group, use))
+        return next(((use, self.products[use.value.id]) for use in made_here), None)
+
+    def figures(self, group: Group) -> tuple | None:
+        """What of the product that a group ends decides how long the matrix unit works on that."""
+        found = self.ended(group)
+        if found is None:
+            return None
+        ended, product = found
+        first = product.equations[0]
+        reads = tuple((self.traffic.figures(use.value), use.dims) for use in product.uses)
+        made = product.results[first.index][0], first.outputs[0].shape, tuple(product.sizes.items())
+        return group.uses.index(ended), first.primitive, self.flops(first), compute_dtype((first,)), reads, made
+
+    def seconds_ahead(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
+        """How long the matrix unit is at work on the product that a group ends, while others wait; per strategy.
+
+        Memory reads for the product in this time. It has the layout in which the group wants it.
+        """
+        found = self.ended(group)
+        if found is None or found[0].value.shape != found[1].equations[0].outputs[0].shape:
+            return 0.0
+        ended, product = found
+        first, layouts = product.equations[0], wants[group.uses.index(ended)]
+        pieces = {factor: np.ones(len(layouts)) for factor in product.sizes}
+        for dim, factors in enumerate(product.results[first.index][0]):
+            if factors:
+                pieces[factors[0]] = np.array([float(shards(layout[dim], self.arrays.mesh)) for layout in layouts])
+
+        def split(factors: Iterable[int]) -> np.ndarray:
+            return math.prod((pieces[factor] for factor in set(factors)), start=np.ones(len(layouts)))
+
+        def read(use: Use) -> np.ndarray:
+            whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
+            return self.traffic.outside(use.value, whole / split(itertools.chain(*use.dims)))
+
+        work = self.flops(first) / split(product.factors_of(first)) * self.padding(product, first, pieces)
+        multiplied = compute_seconds(work, 0.0, compute_dtype((first,)), self.topology)
+        reading = sum(map(read, product.uses), start=np.zeros(len(layouts))) / self.topology.memory_bandwidth
+        return np.maximum(0.0, np.maximum(multiplied, self.seconds_beside(product, pieces)) - reading)
