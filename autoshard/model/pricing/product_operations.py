@@ -68,7 +68,7 @@ class ProductOperations:
         """What the vector unit takes of a product, or of what ends one, per strategy.
 
         It packs and writes results, and reads what else they are made of. Operands of a product go to the matrix unit
-        as they are, unless the chip has no room for them.
+        as they are, unless the chip has no room for them. What is stored is summed up while it is packed.
         """
         if group.is_recomputed:
             return 0.0
@@ -92,9 +92,10 @@ class ProductOperations:
             read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), streaming_past=())
         reduced = none
         if facts_of(first.primitive).work is FlopRule.REDUCTION:
-            taken_in = (
-                self.arrays.sizes(use.value, want) / self.arrays.widths.stored(use.value) for use, want in made_here
+            lies_nowhere = (
+                (use.value, want) for use, want in made_here if math.isinf(self.traffic.kept_share(use.value))
             )
+            taken_in = (self.arrays.sizes(*one) / self.arrays.widths.stored(one[0]) for one in lies_nowhere)
             reduced = functools.reduce(np.maximum, taken_in, none)
         taken = backend.streams.seconds(
             functools.reduce(np.maximum, (number for number, _ in elements), none),

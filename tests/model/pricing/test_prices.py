@@ -25,6 +25,7 @@ from autoshard.model.xla.fusion import read_through
 from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, turns_that_read
 from autoshard.model.xla.products import VectorProducts
 from autoshard.model.xla.rounding import Widths, widths_of
+from autoshard.model.xla.units.streams import Streams
 from autoshard.program import Value
 from autoshard.propagation import rules_for
 
@@ -428,7 +429,7 @@ def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
     asked = PriceList(
         {},
         fast,
-        backend=adjusted(V5E, "loop_memory", bytes=room),
+        backend=replace(adjusted(V5E, "loop_memory", bytes=room), streams=Streams()),  # memory alone
         kept=kept_inside(program, Widths(), LoopMemory(keeps_sums=True)),
     )
     seconds = {
