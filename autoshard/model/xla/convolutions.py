@@ -22,7 +22,7 @@ from autoshard.model.groups import FactorDims, Group, Use, reads_images
 from autoshard.model.xla.tiles import RowsAndColumns, Tile, padded_size, rows_and_columns
 from autoshard.program import Equation, Program
 
-_IMAGES = 8  # that lie together in a tile
+_IMAGES = 8  # or features, that lie together in a tile
 _LONE_IMAGES = 128  # images of one feature that lie side by side
 TURNS = "turns"  # parameter of a convolution that XLA makes piece by piece: a `Turns`
 _PACKED_ROWS = 16  # of a tile of bfloat16
@@ -62,9 +62,9 @@ class Convolutions:
     def padding(self, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray | float:
         """How many times its FLOPs a convolution takes, since squares of the matrix unit are filled up; per strategy.
 
-        Taps of one row of the kernel lie side by side in a square, with all channels of each. Of a gradient by a kernel
-        all taps do, and either the channels that are read or those that are made lie beside them. Where each channel is
-        a group, a tap is a square with one number per channel.
+        Taps of the kernel lie side by side in a square, with all channels of each. Channels that are made fill the
+        columns, or images do where these pad less. Of a gradient by a kernel either the channels that are read or those
+        that are made lie beside the taps. Where each channel is a group, a tap is a square with one number per channel.
 
         Args:
             group: what is computed.
@@ -92,8 +92,10 @@ class Convolutions:
             return np.minimum(*either) / (taps * reads * makes)
         if is_depthwise:
             return self._filled(makes) * self.side / makes
-        reads, columns = size(kernel, operands[1], numbers.rhs_spec[1]), kernel[numbers.rhs_spec[-1]]
-        filled = self._filled(columns * reads) * self._filled(makes) / (columns * reads * makes)
+        images, reads = size(made, results, numbers.out_spec[0]), size(kernel, operands[1], numbers.rhs_spec[1])
+        summed = math.prod(kernel[dim] for dim in numbers.rhs_spec[2:]) * reads
+        columns = np.minimum(_in_tiles(images) * self._filled(makes), self._filled(images) * _in_tiles(makes))
+        filled = self._filled(summed) * columns / (summed * images * makes)
         return np.where(makes > 1, filled, 1.0)  # images of one feature are no matrix products
 
     def _filled(self, size: np.ndarray) -> np.ndarray:
@@ -155,6 +157,11 @@ class Convolutions:
         taps = math.prod(first.inputs[1].shape[dim] for dim in numbers.rhs_spec[2:])
         runs = math.prod(places, start=np.ones(1)) * np.ceil(images / _LONE_IMAGES) * taps
         return np.where(features > 1, 0.0, runs * self.lone_cycles / self.clock)
+
+
+def _in_tiles(size: np.ndarray) -> np.ndarray:
+    """Images or features, with what fills up tiles."""
+    return np.ceil(size / _IMAGES) * _IMAGES
 
 
 def bytes_of_turns(first: Equation, sizes: Sequence[np.ndarray]) -> np.ndarray:

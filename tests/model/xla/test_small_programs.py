@@ -118,7 +118,7 @@ SMALL = {  # function of what shapes, how they are split, and a fault
     ),
     "sums of what a loop hands on": (
         lambda w, x: jax.lax.scan(lambda x, _: (lambda y: (y, y.mean()))(jnp.tanh(x @ w)), x, None, length=16),
-        [array(512, 512), array(512, 512)],
+        [array(256, 256), array(2048, 256)],
         [WHOLE, WHOLE],
         lambda patch: patch.setattr(loop_memory, "_made_in_small_loops", lambda program, room: {}),
     ),

@@ -87,12 +87,12 @@ def made_with_products(groups: Sequence[Group]) -> dict[int, Group]:
 
 
 def only_in_products(groups: Sequence[Group]) -> frozenset[int]:
-    """Ids of products that lie nowhere, since whatever reads them is one operation with them."""
+    """Ids of products, and of what ends one, that lie nowhere: whatever reads them is one operation with them."""
     readers: dict[int, list[Group]] = {}
     for group in groups:
         for use in group.uses:
             readers.setdefault(use.value.id, []).append(group)
-    made = (one.value.id for group in groups if group.contracts for one in group.outputs)
+    made = (one.value.id for group in groups if group.contracts or group.ends_product for one in group.outputs)
     return frozenset(one for one in made if one in readers and all(user.ends_product for user in readers[one]))
 
 
