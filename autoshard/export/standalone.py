@@ -328,7 +328,7 @@ class _Run:
         if name in _KERNELS and not eqn.params.get("interpret"):
             on_shards = OnShards([P()] * len(arrays), [P()] * len(eqn.outvars), {})
         if on_shards is None:
-            return safely_split(_bind, eqn, arrays, None)
+            return safely_split(_bind, eqn, arrays, None, self.mesh.shape)
         shards: OnShards = on_shards
 
         def on_one_device(*local: Any) -> list[Any]:

@@ -273,13 +273,13 @@ class Emitter:
             )  # by hand as well: there may be a kernel in it
             return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         if None in homes or equation is None:
-            return safely_split(run_it, eqn, arrays, layout)
+            return safely_split(run_it, eqn, arrays, layout, self.mesh.shape)
         scatter, wants = self.annotations.scatters.get(equation.index), wants_of(equation, self.annotations)
         if scatter is None and not may_run_on_shards(equation):
-            return safely_split(run_it, eqn, arrays, layout)
+            return safely_split(run_it, eqn, arrays, layout, self.mesh.shape)
         split = EquationSplit.of(equation, wants, dict(self.mesh.shape))
         if scatter is None and not runs_on_shards(equation, split):
-            return safely_split(run_it, eqn, arrays, layout)
+            return safely_split(run_it, eqn, arrays, layout, self.mesh.shape)
         function = on_shards(eqn, equation, split, scatter)
         return self.on_shards(
             function, arrays, list(map(spec_of, wants)), [spec_of(home) for home in homes if home is not None]

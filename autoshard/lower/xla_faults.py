@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,11 @@ from autoshard.lower.lookups import signed_positions
 
 
 def safely_split(
-    run: Callable[[Any, Sequence[Any]], list], eqn: Any, arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | None
+    run: Callable[[Any, Sequence[Any]], list],
+    eqn: Any,
+    arrays: Sequence[Any],
+    layout: Sequence[tuple[str, ...]] | None,
+    mesh: Mapping[str, int],
 ) -> list:
     """What an equation makes.
 
@@ -26,6 +30,7 @@ def safely_split(
         eqn: the equation as it is written.
         arrays: its operands.
         layout: of its first result, if the plan says it.
+        mesh: devices per axis.
     """
     if eqn.primitive.name == "dynamic_update_slice":
         return run(eqn, _within_bounds(arrays, layout))
@@ -33,7 +38,9 @@ def safely_split(
         numbers, indices = eqn.params["dimension_numbers"], arrays[1]
         indexed = numbers.scatter_dims_to_operand_dims
         may_be_split = bool(indexed) if layout is None else any(layout[dim] for dim in indexed)
-        if may_be_split and math.prod(indices.shape[:-1]) == 1:
+        taken = {axis for dim in indexed for axis in layout[dim]} if layout else {}
+        parts = math.prod(size for axis, size in mesh.items() if axis not in taken)  # that indices may be split into
+        if may_be_split and math.prod(indices.shape[:-1]) <= parts:
             return [_beside_idle_update(eqn, *arrays)]
     if eqn.primitive.name == "mulhi":
         return [_upper_halves(*arrays)]
@@ -75,12 +82,13 @@ def _within_bounds(arrays: Sequence[Any], layout: Sequence[tuple[str, ...]] | No
 
 
 def _beside_idle_update(eqn: Any, array: Any, indices: Any, update: Any) -> jax.Array:
-    """What a scatter of a single update makes, with another update, which is out of bounds.
+    """What a scatter makes that gives a device a single update, with another for each, which is out of bounds.
 
     XLA makes a `dynamic_update_slice` of a scatter of one update, which writes back what lies there if the update is
     out of bounds. XLA for TPU and GPU does so before it partitions the program, and then gathers the whole array to
-    read that. XLA for CPU does so on each device. If the shard is sliced out of a larger array, it makes one slice of
-    both and forgets the edge of the shard: it writes back an element of another one. It makes nothing of two updates.
+    read that. XLA for CPU does so on each device, which has one update of several where these are split. If the shard
+    is sliced out of a larger array, it makes one slice of both and forgets the edge of the shard: it writes back an
+    element of another one. It makes nothing of two updates.
     """
     numbers, mode = eqn.params["dimension_numbers"], jax.lax.GatherScatterMode.from_any(eqn.params["mode"])
     apart = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

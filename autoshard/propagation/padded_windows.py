@@ -132,6 +132,8 @@ def _rows(operand: Operand, reader: Equation, find: FindPart, makers: Makers) ->
     if part.kind not in ("slice", "same", "pad", "concatenate") or part.reads:
         return None
     of = part.operands if part.kind == "concatenate" else part.operands[:1]
+    if part.dims != tuple(range(len(part.shape))) and any(find(one, part.equation) is None for one in of):
+        return None  # the dims of an array that no stencil makes are not those of the step
     (found, *others) = [_rows(one, part.equation, find, makers) for one in of]
     if found is None or None in others:
         return None

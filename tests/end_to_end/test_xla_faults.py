@@ -102,6 +102,8 @@ FAULTS = (
           (ROW, P()), ROW),
     Fault("one update of a slice", lambda x, i: jnp.sort(x).at[i].set(0.0), (normal(16), np.int32(5)), (P(), P()), ROW,
           mended=(0, 12)),
+    Fault("one update of each row", lambda x, i: jax.vmap(lambda row, i: row.at[i].set(0.0))(jnp.sort(x), i),
+          (normal(2, 16), np.int32([5, 9])), (P("y", "x"), P()), P("y", "x"), mesh="x=4, y=2", mended=(0, 12)),
     Fault("and of integers", lambda x: lax.reduce_and(x, (0,)), (INTEGERS,), (ROW,), P(), raises=UNSUPPORTED),
     Fault("or of integers", lambda x: lax.reduce_or(x, (0,)), (INTEGERS,), (ROW,), P(), raises=UNSUPPORTED),
     Fault("xor", lambda x: lax.reduce_xor(x, (0,)), (INTEGERS > 0,), (ROW,), P(), raises=UNSUPPORTED),
@@ -241,6 +243,21 @@ def test_one_update_of_a_slice(dims):
     step = autoshard(updated, mesh=mesh, topology=slow_chips(mesh.shape), fixed={"x": P(*dims.split())})
     for i in range(1, 4):
         assert_equal(step(x, i), jax.jit(updated)(x, i))
+
+
+@pytest.mark.parametrize("update", ["set", "add", "max"])
+@pytest.mark.parametrize("rows, dims", [(2, "y x"), (2, "y _"), (4, "x y"), (4, "_ x")])
+def test_one_update_of_each_row(rows, dims, update):
+    """Devices have a row each, or a part of it."""
+
+    def updated(x, i):
+        return jax.vmap(lambda row, i: getattr(row.at[i], update)(9.0))(jnp.sort(x), i)
+
+    mesh, x = devices("x=4, y=2"), normal(rows, 16)
+    spec = P(*(None if dim == "_" else dim for dim in dims.split()))
+    step = autoshard(updated, mesh=mesh, fixed={"x": spec})
+    i = jnp.arange(rows) * 3 + 4
+    assert_equal(step(x, i), jax.jit(updated)(x, i))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 13])

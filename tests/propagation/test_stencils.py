@@ -69,6 +69,14 @@ def test_no_stencil(program):
     assert not found and whole.inner == frozenset()
 
 
+@pytest.mark.parametrize("other", [jnp.cumsum, jnp.sort, lambda row: row[::-1]])
+@pytest.mark.parametrize("row", [lambda u: u[3], lambda u: u.reshape(8, 8, 32)[1, 2]])
+def test_a_row_of_a_grid_beside_an_array_is_convolved(row, other):
+    """The row is a step of the grid's rank, the array beside it has one dim."""
+    _, program = stencils(lambda u: jnp.convolve(jnp.concatenate([other(row(u)), row(u)]), jnp.ones(5)))
+    assert [equation.primitive for equation in program.equations].count("concatenate") == 1
+
+
 def test_what_others_read_keeps_its_equation():
     (_,), program = stencils(lambda u: (jnp.pad(u, ((1, 1), (0, 0)))[2:], jnp.pad(u, ((1, 1), (0, 0)))))
     assert [equation.primitive for equation in program.equations].count("pad") == 1
