@@ -18,6 +18,7 @@ LEFT_OUT = (
 # What begins an item of a list, an entry of the glossary or a source.
 ITEM = re.compile(r"^\s*(?:[-*] |\d+\. |:   |\*\*.*\*\*$|\[\w+\] )", re.MULTILINE)
 END_OF_SENTENCE = re.compile(r"(?<=[.?!])[)\"*]*\s+")
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # attributes in which a node of a file has statements
 SECTION = re.compile(r"^(?:Args|Returns|Raises|Yields|Example|Examples):$")
 
 
@@ -47,9 +48,13 @@ def sentences(paragraph: str) -> list[str]:
 
 def docstrings(source: str) -> Iterator[str]:
     """The docstrings of a Python file."""
-    for node in ast.walk(ast.parse(source)):
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from filter(None, [ast.get_docstring(node)])
+        for block in BLOCKS:  # expressions have no docstrings, and are most of what there is
+            waiting += getattr(node, block, ())
 
 
 def paragraphs_of_docstring(docstring: str) -> list[str]:

@@ -286,7 +286,7 @@ print(solution.status, 0 < solution.bound < solution.cost, time.monotonic() - st
     [
         (PRESS_IN_MOVES, "hard_problem(nodes=50)", ""),
         (PRESS_IN_HIGHS, "hard_problem(nodes=50)", ""),
-        (PRESS_IN_SEARCH, "large_problem(nodes=4_000)", "compiled_options=0"),
+        (PRESS_IN_SEARCH, "large_problem(nodes=1_000)", "compiled_options=0"),
     ],
     ids=["in moves", "in HiGHS", "in compiled code"],
 )

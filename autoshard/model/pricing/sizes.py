@@ -58,9 +58,14 @@ class ArraySizes:
         """Bytes of `value` as a result, per layout: it lies as any array does, and not as its makers want it."""
         if not self.minor_dims(value):
             return self.sizes(value, layouts)
-        shapes, packed = (local_shape(value.shape, one, self.mesh) for one in layouts), elements_in_word(value.itemsize)
-        elements = [padded_size(shape, self.backend.tile, packed=packed) for shape in shapes]
-        return np.array(elements) * self.widths.stored(value)
+        width, packed = self.widths.stored(value), elements_in_word(value.itemsize)
+
+        def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
+            shapes = (local_shape(value.shape, one, self.mesh) for one in layouts)
+            elements = [padded_size(shape, self.backend.tile, packed=packed) for shape in shapes]
+            return read_only(np.array(elements) * width)
+
+        return self.memo.once(local_bytes, layouts, of=(value.shape, packed, width))
 
     def shard_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of the elements of `value` that one device has."""

@@ -52,6 +52,12 @@ def padded_size(
         return _padded(size, tile[1] * packed)
     if isinstance(minor, RowsAndColumns):
         return _size_with(shape, *minor, tile, packed)
+    return _least_size(shape, tile, None if minor is None else tuple(minor), packed)
+
+
+@functools.lru_cache(maxsize=4096)  # a program's values have few shapes, and each is asked about per reader
+def _least_size(shape: tuple[int, ...], tile: Tile, minor: tuple[int, ...] | None, packed: int) -> int:
+    """Elements that an array takes whose minor dims are those of `minor`, or of all, that pad least."""
     dims = itertools.permutations(range(len(shape)) if minor is None else minor, 2)
     return min(_size_with(shape, row, column, tile, packed) for row, column in dims)
 
