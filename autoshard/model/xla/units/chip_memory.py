@@ -87,13 +87,23 @@ def made_with_products(groups: Sequence[Group]) -> dict[int, Group]:
 
 
 def only_in_products(groups: Sequence[Group]) -> frozenset[int]:
-    """Ids of products, and of what ends one, that lie nowhere: whatever reads them is one operation with them."""
+    """Ids of products, and of what ends one, that lie nowhere: whatever reads them is one operation with them.
+
+    Who makes a reader's work again reads what that reads.
+    """
     readers: dict[int, list[Group]] = {}
     for group in groups:
         for use in group.uses:
             readers.setdefault(use.value.id, []).append(group)
+    ends: dict[int, bool] = {}  # value -> whether all who read it at last are one operation with it
+    for group in reversed(groups):
+        for value in (made.value.id for made in group.outputs):
+            ends[value] = value in readers and all(
+                all(ends[made.value.id] for made in user.outputs) if user.is_recomputed else user.ends_product
+                for user in readers[value]
+            )
     made = (one.value.id for group in groups if group.contracts or group.ends_product for one in group.outputs)
-    return frozenset(one for one in made if one in readers and all(user.ends_product for user in readers[one]))
+    return frozenset(value for value in made if ends[value])
 
 
 def scaled(kept: Mapping[int, int], room: float, of: float) -> dict[int, int]:
