@@ -151,7 +151,7 @@ def scattered_values(program: Program, readers: Mapping[int, Sequence[tuple[Equa
 
 
 def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
-    """What the readers of a value read instead of it, if XLA has each of them compute it again, inside a loop or not."""
+    """What the readers of a value read instead of it, if XLA has each of them compute it again, in a loop or not."""
     found: dict[int, tuple[Value, ...]] = {}
     for group in groups:
         if group.equations[0].primitive == "scan_const" and group.uses[0].value.id in found:
