@@ -63,23 +63,35 @@ class ProductOperations:
         return np.maximum(unit.seconds(group, pieces), np.maximum(*of_images))
 
     def stream_seconds(
-        self, group: Group, pieces: Pieces, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
+        self,
+        group: Group,
+        pieces: Pieces,
+        wants: Sequence[Sequence[Layout]],
+        leaves: Sequence[Sequence[Layout]],
+        finished: np.ndarray,
     ) -> np.ndarray | float:
         """What the vector unit takes of a product, or of what ends one, per strategy.
 
         It packs and writes results, and reads what else they are made of. Operands of a product go to the matrix unit
         as they are, unless the chip has no room for them. What is stored is summed up while it is packed.
+
+        Args:
+            pieces: factor -> into how many pieces each strategy splits it.
+            wants: the layouts of what it reads.
+            leaves: the layouts of what it makes.
+            finished: whether a collective finishes the result, so that it is stored whoever reads it.
         """
         if group.is_recomputed:
             return 0.0
         first, backend, none = group.equations[0], self.arrays.backend, np.zeros(1)
-        stored = [
-            (made.value, self.arrays.sizes(made.value, layouts))
-            for made, layouts in zip(group.outputs, leaves, strict=True)
-            if not math.isinf(self.traffic.kept_share(made.value))
-        ]
-        elements = [(size / self.arrays.widths.stored(value), value) for value, size in stored]
-        packed = (number for number, value in elements if self.arrays.widths.stored(value) < STREAMED_BYTES)
+        written, elements, packed = none, none, none
+        for made, layouts in zip(group.outputs, leaves, strict=True):
+            size, width = self.arrays.sizes(made.value, layouts), self.arrays.widths.stored(made.value)
+            outside = self.traffic.outside(made.value, size)
+            if math.isinf(self.traffic.kept_share(made.value)):
+                outside = size = size * finished
+            written, elements = written + outside, np.maximum(elements, size / width)
+            packed = packed + (width < STREAMED_BYTES) * size / width
         uses = list(zip(group.uses, wants, strict=True))
         made_here = [pair for pair in uses if self._is_made_here(group, pair[0])]
         read: np.ndarray | float
@@ -90,6 +102,8 @@ class ProductOperations:
             read = sum((np.where(size > backend.on_chip_bytes, size, 0.0) for size in sizes), start=none)
         else:
             read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), streaming_past=())
+            apart = ~self._are_one(group, wants)
+            read = read + sum((self.arrays.sizes(use.value, want) * apart for use, want in made_here), start=none)
         reduced = none
         if facts_of(first.primitive).work is FlopRule.REDUCTION:
             lies_nowhere = (
@@ -98,11 +112,11 @@ class ProductOperations:
             taken_in = (self.arrays.sizes(*one) / self.arrays.widths.stored(one[0]) for one in lies_nowhere)
             reduced = functools.reduce(np.maximum, taken_in, none)
         taken = backend.streams.seconds(
-            functools.reduce(np.maximum, (number for number, _ in elements), none),
+            elements,
             read,
-            sum((self.traffic.outside(*one) for one in stored), start=none),
+            written,
             reduced,
-            sum(packed, start=none),
+            packed,
             self.topology.memory_bandwidth,
             is_alone=False,
         )
@@ -136,6 +150,7 @@ class ProductOperations:
 
         Memory reads for the product in this time. It has the layout in which the group wants it.
         """
+        are_one = self._are_one(group, wants)
         found = self.ended(group)
         if found is None or found[0].value.shape != found[1].equations[0].outputs[0].shape:
             return 0.0
@@ -156,4 +171,17 @@ class ProductOperations:
         work = self.flops(first) / split(product.factors_of(first)) * self.padding(product, first, pieces)
         multiplied = compute_seconds(work, 0.0, compute_dtype((first,)), self.topology)
         reading = sum(map(read, product.uses), start=np.zeros(len(layouts))) / self.topology.memory_bandwidth
-        return np.maximum(0.0, np.maximum(multiplied, self.seconds_beside(product, pieces)) - reading)
+        return are_one * np.maximum(0.0, np.maximum(multiplied, self.seconds_beside(product, pieces)) - reading)
+
+    def _are_one(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
+        """Whether a group runs in the operation of the product that it ends, per strategy.
+
+        It does not if a collective finishes the product. That is taken to be so where devices want the same part of
+        it, and of gradients that state is updated by, which devices sum up.
+        """
+        found = self.ended(group)
+        if found is None or (group.feeds_only_results and not group.feeds_no_state):
+            return np.zeros(1, bool)
+        layouts, devices = wants[group.uses.index(found[0])], math.prod(self.arrays.mesh.values())
+        parts = [math.prod(shards(axes, self.arrays.mesh) for axes in layout) for layout in layouts]
+        return np.array([part == devices for part in parts])

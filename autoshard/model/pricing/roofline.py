@@ -91,7 +91,8 @@ class GroupWork:
         if is_stream:
             taken.append(self._stream_seconds(group, wants, leaves))
         elif backend.streams.counts_product(group):
-            taken.append(self.products.stream_seconds(group, pieces, wants, leaves))
+            finished = np.array([bool(strategy.finishes) for strategy in strategies])
+            taken.append(self.products.stream_seconds(group, pieces, wants, leaves, finished))
         for equation in group.equations:
             if (library := backend.libraries.get(equation.primitive)) is not None:
                 shapes = [operand.shape for operand in equation.inputs]
