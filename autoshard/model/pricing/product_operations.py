@@ -180,8 +180,10 @@ class ProductOperations:
         it, and of gradients that state is updated by, which devices sum up.
         """
         found = self.ended(group)
-        if found is None or (group.feeds_only_results and not group.feeds_no_state):
+        devices = math.prod(self.arrays.mesh.values())
+        updates_state = group.feeds_only_results and not group.feeds_no_state
+        if found is None or (updates_state and devices > 1):
             return np.zeros(1, bool)
-        layouts, devices = wants[group.uses.index(found[0])], math.prod(self.arrays.mesh.values())
+        layouts = wants[group.uses.index(found[0])]
         parts = [math.prod(shards(axes, self.arrays.mesh) for axes in layout) for layout in layouts]
         return np.array([part == devices for part in parts])

@@ -81,9 +81,10 @@ def seconds(fn, shapes) -> tuple[float, float]:
 
 
 def foreseen(fn, shapes) -> float:
-    mesh = AbstractMesh(tuple(AXES.values()), tuple(AXES))
+    """Of one device, as every device of the compiled program computes it all."""
+    mesh = AbstractMesh((1,), tuple(AXES))
     lies = tuple(P() for _ in shapes)
-    placed = autoshard.evaluate(fn, *shapes, in_shardings=lies, out_shardings=P(), mesh=mesh, topology=MACHINE)
+    placed = autoshard.evaluate(fn, *shapes, in_shardings=lies, out_shardings=P(), mesh=mesh, topology="v5e:1x1")
     return placed.predicted.comparable_seconds
 
 
