@@ -102,6 +102,14 @@ def solutions_of(formulation: Formulation) -> dict[str, Solution]:
     return {name: found for name, found in _found(formulation).items() if isinstance(found, Solution)}
 
 
+def data_parallel_problem(formulation: Formulation) -> Problem | None:
+    """The problem that allows what is data parallel, without a memory limit; None if nothing is."""
+    try:
+        return _AlternativeProblems(formulation).data_parallel() if formulation.mesh else None
+    except _AbsentError:
+        return None
+
+
 def _found(formulation: Formulation) -> dict[str, Solution | str]:
     problems = _AlternativeProblems(formulation)
     if not formulation.mesh:
