@@ -59,7 +59,7 @@ def test_first_options_alone_are_dearer(name, monkeypatch):
         assert_no_dearer(name)
 
 
-@pytest.mark.parametrize("name", some(SMALL, "mlp", "tied"))
+@pytest.mark.parametrize("name", some(SMALL, "mlp", "moe"))
 def test_time_that_ends_formulating_too_leaves_data_parallelism(name, monkeypatch):
     """The part in which all axes split one dim is planned then: it offers data parallelism as well."""
     monkeypatch.setattr(planning, "formulating_ends", lambda until: -math.inf)

@@ -23,7 +23,6 @@ stands. Everything that this leaves open is chosen as the same formulation is ch
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -31,7 +30,7 @@ from functools import cache, partial
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.layout import Layout, MeshShape, replicated, shards
+from autoshard.layout import Layout, finest_axes, replicated, shards
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
 from autoshard.model.partitioner.as_jitted import as_jitted
@@ -149,7 +148,7 @@ class _AlternativeProblems:
 
     def __init__(self, formulation: Formulation):
         self.formulation, self.mesh = formulation, formulation.mesh
-        self.finest = cache(partial(_finest, self.mesh))  # not a method, or what is cached keeps itself alive
+        self.finest = cache(partial(finest_axes, self.mesh))  # not a method, or what is cached keeps itself alive
         program = formulation.program
         self.state = list(program.state)
         self.batch = sorted(set(range(len(program.arguments))).difference(self.state))
@@ -322,13 +321,6 @@ class _AlternativeProblems:
             for edge in problem.edges
         )
         return replace(problem, edges=edges)
-
-
-def _finest(mesh: MeshShape, size: int) -> tuple[str, ...]:
-    """The axes, in mesh order, that split a dim of this size into the most pieces."""
-    subsets = (axes for n in range(len(mesh) + 1) for axes in itertools.combinations(mesh, n))
-    dividing = (axes for axes in subsets if size % shards(axes, mesh) == 0)
-    return max(dividing, key=lambda axes: shards(axes, mesh))
 
 
 def _of_state(formulation: Formulation) -> set[int]:
