@@ -28,9 +28,8 @@ from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
-from autoshard.plans.alternatives import alternatives_of
+from autoshard.plans.alternatives import alternatives_of, no_dearer_than_data_parallel
 from autoshard.plans.chosen_options import prediction_of
-from autoshard.plans.data_parallel import no_dearer_than_data_parallel
 from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.make_plan import make_plan
 from autoshard.plans.plan import PlanData

@@ -1,4 +1,4 @@
-"""However early the search ends, no plan is dearer than data parallelism where that fits: `plans/data_parallel.py`."""
+"""However early the search ends, no plan is dearer than data parallelism where that fits: `plans/alternatives.py`."""
 
 import functools
 import math
@@ -40,10 +40,10 @@ def plan_of(name, **more):
     return autoshard.plan(model.step, model.state, model.batches(0), **options_of_step(NO_TIME, **more))
 
 
-def assert_no_dearer(name):
+def assert_no_dearer(name, above=1e-9):
     plain = solutions_of(formulation_of(name))["data parallel"]
     found = plan_of(name)
-    assert found.bound <= found.cost <= plain.cost * (1 + 1e-9), (found.cost, plain.cost)
+    assert found.bound <= found.cost <= plain.cost * (1 + above), (found.cost, plain.cost)
 
 
 @pytest.mark.parametrize("name", some(SMALL, "lstm", "mlp", "moe", "tied"))
@@ -61,10 +61,10 @@ def test_first_options_alone_are_dearer(name, monkeypatch):
 
 @pytest.mark.parametrize("name", some(SMALL, "mlp", "moe"))
 def test_time_that_ends_formulating_too_leaves_data_parallelism(name, monkeypatch):
-    """The part in which all axes split one dim is planned then: it offers data parallelism as well."""
+    """The part in which one dim is split is planned then. It has data parallelism, but for copies over a few axes."""
     monkeypatch.setattr(planning, "formulating_ends", lambda until: -math.inf)
     assert plan_of(name).is_late
-    assert_no_dearer(name)
+    assert_no_dearer(name, above=1e-4)
 
 
 def test_nothing_found_in_time_leaves_data_parallelism(monkeypatch):
