@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 from jax.sharding import AbstractMesh
@@ -75,6 +76,17 @@ def test_nothing_found_in_time_leaves_data_parallelism(monkeypatch):
     assert_no_dearer("mlp")
     with pytest.raises(autoshard.SolverError, match="time was up"):
         plan_of("mlp", memory=100)
+
+
+@pytest.mark.parametrize("node", range(2))
+def test_what_forbids_data_parallelism_stands(node):
+    """A caller may restrict the problem: here the batch, or the last node, to what splits nothing."""
+    formulation = formulation_of("mlp")
+    batch = next(i for i in range(len(formulation.arguments)) if i not in formulation.program.state)
+    restricted = [batch, len(formulation.problem.costs) - 1][node]
+    problem = formulation.problem.restrict({restricted: [0]})
+    found = planning.cheapest(replace(formulation, problem=problem), NO_TIME)
+    assert found.choice[restricted] == 0
 
 
 def test_data_parallelism_over_the_limit_is_no_plan():

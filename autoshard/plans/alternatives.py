@@ -381,8 +381,14 @@ def _copies_in_a_row(formulation: Formulation) -> dict[int, list[int]]:
 
 
 def _allowed(problem: Problem) -> tuple[Problem, list[np.ndarray]]:
-    """The problem without memory and forbidden options, and the number that each option left has in the whole."""
+    """The problem without memory and forbidden options, and the number that each option left has in the whole.
+
+    Raises:
+        _AbsentError: a node has no option left.
+    """
     options = [np.flatnonzero(np.isfinite(costs)) for costs in problem.costs]
+    if not all(map(len, options)):
+        raise _AbsentError("what is asked for is not data parallel")
     costs = tuple(costs[kept] for costs, kept in zip(problem.costs, options, strict=True))
     edges = tuple(replace(edge, costs=edge.costs[np.ix_(options[edge.i], options[edge.j])]) for edge in problem.edges)
     return replace(problem, costs=costs, edges=edges, lives=(), limit=None, checked=True), options
