@@ -192,3 +192,14 @@ def _layouts_of(shape: tuple[int, ...], axes: tuple[tuple[str, int], ...]) -> tu
         if divides(shape, layout, mesh):
             found.append(layout)
     return tuple(found)
+
+
+def finest_axes(mesh: MeshShape, size: int) -> tuple[str, ...]:
+    """The axes, in mesh order, that split a dim of this size into the most pieces.
+
+    >>> finest_axes({"x": 2, "y": 4}, 8), finest_axes({"x": 2, "y": 4}, 12), finest_axes({"x": 2, "y": 4}, 7)
+    (('x', 'y'), ('y',), ())
+    """
+    subsets = (axes for n in range(len(mesh) + 1) for axes in itertools.combinations(mesh, n))
+    dividing = (axes for axes in subsets if size % shards(axes, mesh) == 0)
+    return max(dividing, key=lambda axes: shards(axes, mesh))

@@ -28,7 +28,7 @@ from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
 from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
-from autoshard.plans.alternatives import alternatives_of
+from autoshard.plans.alternatives import alternatives_of, no_dearer_than_data_parallel
 from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.make_plan import make_plan
@@ -428,6 +428,8 @@ def cheapest(
 ) -> Solution:
     """The cheapest solution found within the memory limit, with no more hidden than there is compute.
 
+    However early time is up, the planner's own search has nothing dearer than data parallelism.
+
     Args:
         time_limit: seconds that the search may take, and its measure of work.
         until: when the clock ends it, if that is before, as `time.monotonic` has it.
@@ -444,15 +446,18 @@ def cheapest(
         tell = progress if enough is None else Cutoff(enough, progress)
         return solve_within(replace(formulation, problem=problem), time_limit, until, tell, search, budget, gap)
 
-    solution = solve(formulation.problem)
-    if gap or time.monotonic() > until:
-        solution = at_its_price(solution, prediction_of(formulation, solution.choice))
-    else:
-        assert formulation.problem.limit is not None, "`solve_within` has asked for it"
-        limit = formulation.problem.limit * formulation.prices.backend.usable
+    assert formulation.problem.limit is not None, "a plan is sought within the memory of a device"
+    limit = formulation.problem.limit * formulation.prices.backend.usable
+
+    def searched() -> Solution:
+        found = solve(formulation.problem)
+        if gap or time.monotonic() > until:
+            return at_its_price(found, prediction_of(formulation, found.choice))
         budget = Budget.of(time_limit, until)
         budget = replace(budget, work=OVERLAP_SHARE * budget.work)
-        solution = with_limited_overlap(formulation, solution, solve, budget, limit)
+        return with_limited_overlap(formulation, found, solve, budget, limit)
+
+    solution = searched() if search else no_dearer_than_data_parallel(formulation, searched, limit, gap)
     least = formulation.least
     return solution if least is None else with_bound(solution, min(least, solution.bound))
 

@@ -22,7 +22,7 @@ from autoshard.model.option_sets import partial_problems
 from autoshard.model.pricing import formulation_deadline, price_lists, resharding_steps
 from autoshard.model.pricing.prices import PriceList
 from autoshard.options import options_of
-from autoshard.plans import limited_overlap
+from autoshard.plans import alternatives, limited_overlap
 from autoshard.propagation import rules_for
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.runtime.clock import Clock
@@ -122,8 +122,8 @@ def test_no_round_begins_late(monkeypatch, clock, late):
     waits = replace(problem, costs=tuple(2 * costs for costs in problem.costs), edges=tuple(doubled), checked=True)
     formulation = replace(formulation, waits=lambda until: waits)
     hidden = SimpleNamespace(communication_seconds=2 * solution.cost)
-    monkeypatch.setattr(limited_overlap, "prediction_of", lambda *args: hidden)
-    monkeypatch.setattr(planning, "prediction_of", lambda *args: hidden)
+    for module in (limited_overlap, planning, alternatives):
+        monkeypatch.setattr(module, "prediction_of", lambda *args: hidden)
     searches = []
 
     def solve(*args, **keywords):

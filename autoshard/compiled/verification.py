@@ -25,6 +25,7 @@ from autoshard.mesh.collectives import Collective
 from autoshard.mesh.targets import compiler_options
 from autoshard.mesh.topology import Topology
 from autoshard.model.xla.backends import backend_of
+from autoshard.model.xla.rounding import PACKED_BYTES
 from autoshard.model.xla.tiles import elements_in_word, padded_size
 from autoshard.plans.plan import PlacedArray
 from autoshard.plans.prediction import Prediction
@@ -169,8 +170,8 @@ def without_dropped(predicted: Prediction, found: CompiledProgram, arguments: Se
 
     def padded_bytes(one: PlacedArray) -> int:
         shape = local_shape(one.shape, one.layout, mesh)
-        itemsize = one.local_bytes // max(1, math.prod(shape))
-        return itemsize * padded_size(shape, tile, packed=elements_in_word(itemsize))
+        width = PACKED_BYTES.get(one.dtype) or one.local_bytes // max(1, math.prod(shape)) or 1
+        return math.ceil(width * padded_size(shape, tile, packed=elements_in_word(width)))
 
     spared = sum(padded_bytes(one) for one, sharding in pairs if sharding is None and not one.on_host)
     return replace(predicted, peak_bytes=predicted.peak_bytes - spared)

@@ -238,7 +238,7 @@ class _Formulator:
             def seconds(
                 kepts: tuple[ArgumentOption, ...],
                 value: Value = value,
-                stored: int | None = stored,
+                stored: float | None = stored,
                 narrow: tuple[Group, ...] = narrow,
                 copies: tuple[int, float] = copies,
             ) -> np.ndarray:

@@ -19,11 +19,13 @@ tensor parallel      every state array of two or more dims split along one dim, 
 *Weights* are the state that meets activations in something else than elementwise work. In all three the mesh is one row
 of devices: an operation splits one of its dims, over as many axes as divide it; what the step itself says of shardings
 stands. Everything that this leaves open is chosen as the same formulation is cheapest, without a memory limit.
+
+A search that the clock ends may still hold the first options that it tried. Data parallelism leaves few options open,
+so that its cheapest choice is found in half a second. It is the plan then, where it fits and costs less.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -31,23 +33,27 @@ from functools import cache, partial
 import numpy as np
 
 from autoshard.errors import SolverError
-from autoshard.layout import Layout, MeshShape, replicated, shards
+from autoshard.layout import Layout, finest_axes, replicated, shards
 from autoshard.model.formulation import Formulation
 from autoshard.model.groups import Group
 from autoshard.model.partitioner.as_jitted import as_jitted
 from autoshard.model.pricing.cost_tables import ArgumentOption
+from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.model.strategies import Strategy
 from autoshard.plans.chosen_options import prediction_of
-from autoshard.plans.limited_overlap import with_limited_overlap
+from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
 from autoshard.solver import solve
-from autoshard.solver.problem import ForbiddenError, Problem, Solution
+from autoshard.solver.problem import ForbiddenError, Problem, Solution, UndecidedError
 from autoshard.solver.runtime.budget import Budget
+from autoshard.solver.solve import with_bound
+from autoshard.solver.verify import fits
 from autoshard.tactics import batch_dim
 
 PLANNED_ROW = "inner layouts planned"  # the second row of an alternative has its name and this
 _EQUAL_SHARE = 0.001  # of the step's seconds; two alternatives that differ by less count as equally fast
+_SECONDS_PAST_LIMIT = 2.0  # s, which the search for data parallelism may take past the time limit; it takes half a one
 _SECONDS_PER_ROW = 10.0  # s, the limit of the search of one alternative; few choices remain, so it rarely takes 1 s
 
 Allowed = Mapping[int, list[int]]  # node -> options
@@ -102,6 +108,31 @@ def solutions_of(formulation: Formulation) -> dict[str, Solution]:
     return {name: found for name, found in _found(formulation).items() if isinstance(found, Solution)}
 
 
+def no_dearer_than_data_parallel(
+    formulation: Formulation, search: Callable[[], Solution], limit: float, gap: float = 0.0
+) -> Solution:
+    """What a search finds, or the cheapest data parallel choice, if that costs less and fits.
+
+    Args:
+        search: returns a solution at its price.
+        limit: the most bytes that a choice may hold, reshardings included.
+        gap: relative, at which the search is to end. A solution so near its bound is taken as it is.
+
+    Raises:
+        UndecidedError: the search found nothing in time, and no data parallel choice fits.
+    """
+    try:
+        found = search()
+    except UndecidedError:
+        if (plain := _data_parallel(formulation, limit)) is None:
+            raise
+        return plain
+    if found.gap <= max(gap, CLOSE_GAP):
+        return found
+    plain = _data_parallel(formulation, limit)
+    return found if plain is None or plain.cost >= found.cost else with_bound(plain, found.bound)
+
+
 def _found(formulation: Formulation) -> dict[str, Solution | str]:
     problems = _AlternativeProblems(formulation)
     if not formulation.mesh:
@@ -141,7 +172,7 @@ class _AlternativeProblems:
 
     def __init__(self, formulation: Formulation):
         self.formulation, self.mesh = formulation, formulation.mesh
-        self.finest = cache(partial(_finest, self.mesh))  # not a method, or what is cached keeps itself alive
+        self.finest = cache(partial(finest_axes, self.mesh))  # not a method, or what is cached keeps itself alive
         program = formulation.program
         self.state = list(program.state)
         self.batch = sorted(set(range(len(program.arguments))).difference(self.state))
@@ -316,11 +347,51 @@ class _AlternativeProblems:
         return replace(problem, edges=edges)
 
 
-def _finest(mesh: MeshShape, size: int) -> tuple[str, ...]:
-    """The axes, in mesh order, that split a dim of this size into the most pieces."""
-    subsets = (axes for n in range(len(mesh) + 1) for axes in itertools.combinations(mesh, n))
-    dividing = (axes for axes in subsets if size % shards(axes, mesh) == 0)
-    return max(dividing, key=lambda axes: shards(axes, mesh))
+def _data_parallel(formulation: Formulation, limit: float) -> Solution | None:
+    """The cheapest data parallel choice with nothing proven of others; None if none is found that fits."""
+    if not formulation.mesh:
+        return None
+    try:
+        problem = _AlternativeProblems(formulation).data_parallel()
+        small, options = _allowed(problem.restrict(_copies_in_a_row(formulation)))
+        solution = solve(small, time_limit=_SECONDS_PAST_LIMIT)
+    except (_AbsentError, SolverError):
+        return None
+    choice = tuple(int(kept[option]) for kept, option in zip(options, solution.choice, strict=True))
+    if not fits(formulation.accepted_peak(choice), limit):
+        return None
+    return at_its_price(with_bound(replace(solution, choice=choice), 0.0), prediction_of(formulation, choice))
+
+
+def _copies_in_a_row(formulation: Formulation) -> dict[int, list[int]]:
+    """Node of a copy that several groups read -> its options that split one dim at most, over axes in mesh order.
+
+    Data parallel work reads and makes no other. Of all options in the problem most are such copies.
+    """
+    order = {axis: i for i, axis in enumerate(formulation.mesh)}
+
+    def in_a_row(layout: Layout) -> bool:
+        split = [axes for axes in layout if axes]
+        return not split or (len(split) == 1 and split[0] == tuple(sorted(split[0], key=order.__getitem__)))
+
+    return {
+        shared.node: [option for option, layout in enumerate(shared.layouts) if in_a_row(layout)]
+        for shared in formulation.shared.values()
+    }
+
+
+def _allowed(problem: Problem) -> tuple[Problem, list[np.ndarray]]:
+    """The problem without memory and forbidden options, and the number that each option left has in the whole.
+
+    Raises:
+        _AbsentError: a node has no option left.
+    """
+    options = [np.flatnonzero(np.isfinite(costs)) for costs in problem.costs]
+    if not all(map(len, options)):
+        raise _AbsentError("what is asked for is not data parallel")
+    costs = tuple(costs[kept] for costs, kept in zip(problem.costs, options, strict=True))
+    edges = tuple(replace(edge, costs=edge.costs[np.ix_(options[edge.i], options[edge.j])]) for edge in problem.edges)
+    return replace(problem, costs=costs, edges=edges, lives=(), limit=None, checked=True), options
 
 
 def _of_state(formulation: Formulation) -> set[int]:

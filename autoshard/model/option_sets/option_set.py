@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autoshard.layout import Layout
+from autoshard.layout import Layout, MeshShape, finest_axes, shards
 from autoshard.model.groups import Group
 from autoshard.model.strategies import Strategy
 
@@ -98,6 +98,37 @@ class OptionSet:
                         made[i] = factor
                     found.add(tuple(made))
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class RowOptionSet(OptionSet):
+    """What splits one factor or dim: over all axes of the mesh, or over those that split it into the most pieces.
+
+    >>> options = RowOptionSet(((("a", "b"),),), mesh={"a": 4, "b": 2})
+    >>> options.of_argument(0, [((), ()), (("a",), ()), (("b",), ()), (("a", "b"), ()), ((), ("b",))], ["a", "b"])
+    [((), ()), (('a', 'b'), ()), ((), ('b',))]
+    """
+
+    mesh: MeshShape = field(default_factory=dict)
+
+    def choices(self, group: Group, axes: Sequence[str], factors: Sequence[int]) -> Iterable[tuple[int | None, ...]]:
+        free = {axis: self.mesh[axis] for axis in axes}
+        yield (None,) * len(axes)
+        for factor in factors:
+            if split := finest_axes(free, group.sizes[factor]):
+                yield tuple(factor if axis in split else None for axis in axes)
+
+    def of_argument(self, index: int, homes: Sequence[Layout], axes: Sequence[str]) -> list[Layout]:
+        finest = dict[int, int]()  # dim -> the most pieces that it is in
+        for home in homes:
+            for dim, split in enumerate(home):
+                finest[dim] = max(finest.get(dim, 1), shards(split, self.mesh))
+
+        def is_offered(home: Layout) -> bool:
+            split = [dim for dim, some in enumerate(home) if some]
+            return not split or (len(split) == 1 and shards(home[split[0]], self.mesh) == finest[split[0]])
+
+        return [home for home in homes if is_offered(home)]
 
 
 def _place_per_axis(layout: Layout, axes: Sequence[str]) -> tuple[int | None, ...]:

@@ -4,8 +4,8 @@ The first part has the axes of the mesh taken together in blocks. Each further p
 choice of the one before, with that choice itself. That no other part holds a better choice is not proven: what is
 proven is `least_seconds`, which holds for every strategy there is.
 
-Where the clock ends even that, the part in which all axes are one block is formulated: it is small, and holds the
-usual schemes over all devices and their mixtures.
+Where the clock ends even that, the part in which one dim is split over all axes, or as many as divide it, is
+formulated: it is small, and holds the usual schemes over all devices and their mixtures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoshard.errors import SolverError
 from autoshard.layout import MeshShape
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.option_sets.option_set import OptionSet, Partition, place_of
+from autoshard.model.option_sets.option_set import OptionSet, Partition, RowOptionSet, place_of
 from autoshard.model.pricing.formulation_deadline import FormulatingLate
 from autoshard.program import Program
 from autoshard.solver.searches.search_run import Search
@@ -52,7 +52,7 @@ def coarse_partitions(axes: Sequence[str]) -> tuple[Partition, ...]:
 
 
 def in_time(mesh: MeshShape, formulated: Callable[..., Formulation], until: float) -> Formulation:
-    """The whole problem; its part in which all axes split one dim together, if the clock ends the whole.
+    """The whole problem; its part in which one dim is split as far as it goes, if the clock ends the whole.
 
     Args:
         formulated: makes the problem of a part, `offered=`, in time, `until=`.
@@ -64,11 +64,11 @@ def in_time(mesh: MeshShape, formulated: Callable[..., Formulation], until: floa
     try:
         return formulated(until=until)
     except FormulatingLate:
-        return _as_one_axis(axes, formulated)
+        return _as_one_axis(mesh, formulated)
 
 
-def _as_one_axis(axes: Sequence[str], formulated: Callable[..., Formulation]) -> Formulation:
-    part = formulated(offered=OptionSet(((tuple(axes),),)))
+def _as_one_axis(mesh: MeshShape, formulated: Callable[..., Formulation]) -> Formulation:
+    part = formulated(offered=RowOptionSet(((tuple(_axes_of(mesh)),),), mesh=mesh))
     return replace(part, least=least_seconds(part), restrictions=(LATE_REMARK,), is_late=True)
 
 
@@ -96,7 +96,7 @@ def in_parts(
     try:
         part = formulated(offered=OptionSet(partitions), until=until)
     except FormulatingLate:
-        return _as_one_axis(axes, formulated)
+        return _as_one_axis(mesh, formulated)
     try:
         for _ in range(REFINEMENTS):
             choice = solve_within(part, PART_SHARE * time_limit, until=until, search=search).choice

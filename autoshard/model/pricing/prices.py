@@ -132,7 +132,7 @@ class PriceList:
         self._collectives: dict[tuple, float] = {}
         # bytes of an array, and whether nothing waits for it -> of each step, as `resharding_steps` numbers them: its
         # seconds, the share of these behind compute, those to put pieces in order, and whether that is of several dims
-        self._of_step: dict[tuple[int, bool], list[tuple[float, float, float, bool]]] = {}
+        self._of_step: dict[tuple[float, bool], list[tuple[float, float, float, bool]]] = {}
         self.resharding_steps = ReshardingSteps(self.mesh, backend.gathers) if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
@@ -267,11 +267,11 @@ class PriceList:
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [one.elements * self.widths.summed(group.outputs[one.output].value) for one in strategy.finishes]
+        return [math.ceil(x.elements * self.widths.summed(group.outputs[x.output].value)) for x in strategy.finishes]
 
     def halo_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of each halo that a device receives, one run."""
-        return [halo.elements * self.widths.of(group.uses[halo.use].value) for halo in strategy.halos]
+        return [math.ceil(halo.elements * self.widths.of(group.uses[halo.use].value)) for halo in strategy.halos]
 
     def region(self, group: Group, strategy: Strategy, *, shares: bool = True) -> Region | None:
         """What devices run on their own shards, of a call of an operation or a `shard_map`; None for other groups."""
@@ -306,7 +306,7 @@ class PriceList:
     def _pair(
         self,
         shape: tuple[int, ...],
-        width: int,
+        width: float,
         source: Layout,
         target: Layout,
         late: bool,
@@ -335,7 +335,7 @@ class PriceList:
     def _moved(
         self,
         shape: tuple[int, ...],
-        width: int,
+        width: float,
         sources: list[Layout],
         targets: list[Layout],
         late: bool,
@@ -374,7 +374,7 @@ class PriceList:
     def _extra_copies(
         self,
         shape: tuple[int, ...],
-        width: int,
+        width: float,
         image_dims: ImageDims,
         sources: Sequence[Layout],
         targets: Sequence[Layout],

@@ -11,7 +11,7 @@ from autoshard.layout import Layout, MeshShape, local_shape
 from autoshard.model.pricing.memo import Memo, read_only
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import ImageDims, are_read_as_they_lie, lie_by_batch
-from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
+from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths, bare_width
 from autoshard.model.xla.tiles import elements_in_word, padded_size
 from autoshard.program import Value
 
@@ -43,7 +43,7 @@ class ArraySizes:
 
     def local_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of `value` in the memory of one device."""
-        return 0 if value.on_host else self.elements(value, layout) * self.widths.stored(value)
+        return 0 if value.on_host else math.ceil(self.elements(value, layout) * self.widths.stored(value))
 
     def sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Bytes of `value` in the memory of one device, per layout. The array is shared, and not to be changed."""
@@ -58,22 +58,22 @@ class ArraySizes:
         """Bytes of `value` as a result, per layout: it lies as any array does, and not as its makers want it."""
         if not self.minor_dims(value):
             return self.sizes(value, layouts)
-        width, packed = self.widths.stored(value), elements_in_word(value.itemsize)
+        width, packed = self.widths.stored(value), elements_in_word(bare_width(value))
 
         def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             shapes = (local_shape(value.shape, one, self.mesh) for one in layouts)
             elements = [padded_size(shape, self.backend.tile, packed=packed) for shape in shapes]
-            return read_only(np.array(elements) * width)
+            return read_only(np.ceil(np.array(elements) * width).astype(np.int64))
 
         return self.memo.once(local_bytes, layouts, of=(value.shape, packed, width))
 
     def shard_bytes(self, value: Value, layout: Layout) -> int:
         """Bytes of the elements of `value` that one device has."""
-        return math.prod(local_shape(value.shape, layout, self.mesh)) * value.itemsize
+        return math.ceil(math.prod(local_shape(value.shape, layout, self.mesh)) * bare_width(value))
 
     def copy_bytes(self, value: Value, layout: Layout, readers: Readers = None) -> int:
         """Bytes of a resharded copy of `value` in the memory of one device."""
-        return self.elements(value, layout) * self.widths.moving(value, readers)
+        return math.ceil(self.elements(value, layout) * self.widths.moving(value, readers))
 
     def copy_sizes(self, value: Value, layouts: Sequence[Layout], readers: Readers = None) -> np.ndarray:
         """Bytes of a resharded copy of `value` for these readers, per layout; shared, and not to be changed."""
@@ -89,14 +89,15 @@ class ArraySizes:
         shape, tile = local_shape(value.shape, layout, self.mesh), self.backend.tile
         if are_read_as_they_lie(shape, images, tile):
             return 0
-        width = min(value.itemsize, BFLOAT16_BYTES) if self.backend.rounding.operands else value.itemsize
-        return self.elements(value, layout, images) * width
+        width = bare_width(value)
+        rounded = min(width, BFLOAT16_BYTES) if self.backend.rounding.operands else width
+        return math.ceil(self.elements(value, layout, images) * rounded)
 
     def elements(self, value: Value, layout: Layout, images: ImageDims | None = None) -> int:
         """Elements of `value` that one device has, with padding; as images if these dims are given."""
         images = images or self.images.get(value.id)
         minor = images or self.matrices.get(value.id)
-        packed = elements_in_word(value.itemsize)
+        packed = elements_in_word(bare_width(value))
         key = value.shape, layout, images, minor, packed
         if key not in self._elements:
             shape = local_shape(value.shape, layout, self.mesh)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.model.equations import is_matrix_product
-from autoshard.model.xla.rounding import Widths
+from autoshard.model.xla.rounding import Widths, bare_width
 from autoshard.model.xla.sums import read_once, sums_in_loops
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
@@ -149,7 +149,7 @@ def _read_by_loops(program: Program, *, slices: bool) -> list[Equation]:
 
 
 def _is_rounded(inside: Value, widths: Widths) -> bool:
-    return widths.moving(inside) < inside.itemsize
+    return widths.moving(inside) < bare_width(inside)
 
 
 def _multiplied(program: Program, converted: bool = True) -> set[int]:

@@ -30,7 +30,7 @@ class Recopies:
     def extra_of_images(
         self,
         shape: tuple[int, ...],
-        width: int,
+        width: float,
         image_dims: ImageDims,
         sources: Sequence[Layout],
         targets: Sequence[Layout],

@@ -4,6 +4,8 @@ On TPU a matrix product or convolution of float32 operands rounds them to bfloat
 precision. A value that only such products read is rounded where it is made: it is stored, moved between devices and
 summed over them as bfloat16. A copy for such products alone is rounded before it is moved.
 
+Types of 4 and 2 bits are packed: two and four elements lie in a byte.
+
 CPU has no collectives of bfloat16, which it moves as float32, nor of 8-bit floats, which it moves as float16. TPU
 reduces booleans as 32-bit integers.
 
@@ -22,16 +24,28 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import Precision
 
 from autoshard.model.groups import Group
 from autoshard.program import Equation, Program, Value, dtype_name
 
 BFLOAT16_BYTES = 2  # per element
+# Bytes per element of what compiled programs store in fewer than 8 bits.
+PACKED_BYTES = {"float4_e2m1fn": 0.5, "int2": 0.25, "int4": 0.5, "uint2": 0.25, "uint4": 0.5}
 Readers = Collection[Group] | None  # of a resharded copy; None: all groups that read the value
 # These only move elements, so if their result is rounded, their operand is rounded instead.
 _MOVES_ONLY = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice", "scan_stack", "slice", "split"})
 _DEFAULT_PRECISIONS = (None, "default", Precision.DEFAULT)
+
+
+def bare_width(value: Value | np.ndarray) -> float:
+    """Bytes per element of a value that is not rounded.
+
+    >>> bare_width(np.zeros(3)), bare_width(jnp.zeros(3, "int4"))
+    (8, 0.5)
+    """
+    return PACKED_BYTES.get(dtype_name(value.dtype), value.itemsize)
 
 
 @dataclass(frozen=True)
@@ -50,29 +64,29 @@ class Widths:
     """Bytes per element of values in memory, and of what is resharded of them."""
 
     kept: frozenset[int] = frozenset()  # values that are stored rounded
-    moved: Mapping[int, int] = field(default_factory=dict)  # values whose resharded copies are smaller, whose ever
-    read: Mapping[tuple[int, int], int] = field(default_factory=dict)  # value, group: that group's copy, if smaller
-    shared: Mapping[int, int] = field(default_factory=dict)  # the copy for all readers, if smaller
+    moved: Mapping[int, float] = field(default_factory=dict)  # values whose resharded copies are smaller, whose ever
+    read: Mapping[tuple[int, int], float] = field(default_factory=dict)  # value, group: that group's copy, if smaller
+    shared: Mapping[int, float] = field(default_factory=dict)  # the copy for all readers, if smaller
     fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
     rounding: Rounding = field(default_factory=Rounding)  # the compiler's
 
-    def of(self, value: Value) -> int:
+    def of(self, value: Value) -> float:
         """Bytes per element of a value as it is made, and as it is summed over devices."""
-        return BFLOAT16_BYTES if value.id in self.kept else value.itemsize
+        return BFLOAT16_BYTES if value.id in self.kept else bare_width(value)
 
-    def summed(self, value: Value) -> int:
+    def summed(self, value: Value) -> float:
         """Bytes per element of what is summed over devices."""
         name = dtype_name(value.dtype)
         return self.rounding.sums_as.get(name) or self.rounding.moves_as.get(name) or self.of(value)
 
-    def stored(self, value: Value) -> int:
+    def stored(self, value: Value) -> float:
         return BFLOAT16_BYTES if value.id in self.fused else self.of(value)
 
-    def moving(self, value: Value, readers: Readers = None) -> int:
+    def moving(self, value: Value, readers: Readers = None) -> float:
         """Bytes per element of a copy for these readers; by default for all."""
         if wide := self.rounding.moves_as.get(dtype_name(value.dtype)):
             return wide
-        size = self.moved.get(value.id, value.itemsize)
+        size = self.moved.get(value.id, bare_width(value))
         if readers is None:
             return min(size, self.shared.get(value.id, size))
         return min(size, max((self.read.get((value.id, group.index), size) for group in readers), default=size))
@@ -89,10 +103,10 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
     results = {value.id for value in program.results if isinstance(value, Value)}
     replacing = {value.id for i in program.carried.values() if isinstance(value := program.results[i], Value)}
     kept: set[int] = set()
-    moved: dict[int, int] = {}
-    reading: dict[tuple[int, int], int] = {}
-    shared: dict[int, int] = {}
-    wanted: dict[int, int] = {}  # value -> the most that any of its readers reads
+    moved: dict[int, float] = {}
+    reading: dict[tuple[int, int], float] = {}
+    shared: dict[int, float] = {}
+    wanted: dict[int, float] = {}  # value -> the most that any of its readers reads
 
     def rounds(group: Group) -> bool:
         if group.contracts:
@@ -100,21 +114,22 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         moves = group.only_moves or group.equations[0].primitive in _MOVES_ONLY
         return moves and all(made.value.id in kept for made in group.outputs)
 
-    def read(group: Group, value: Value) -> int:
+    def read(group: Group, value: Value) -> float:
         """Bytes per element of the first thing that a group makes of a value."""
+        bare = bare_width(value)
         if rounding.operands and dtype_name(value.dtype) == "float32" and rounds(group):
             return BFLOAT16_BYTES
         readings = [equation for equation, _ in group.reading.get(value.id, ())]
         if rounding.before_moves and readings and all(map(_converts, readings)):
-            return max(equation.outputs[0].dtype.itemsize for equation in readings)
+            return max(bare_width(equation.outputs[0]) for equation in readings)
         if rounding.operands and group.equations[0].primitive in _MOVES_ONLY:
-            return max((wanted.get(made.value.id, value.itemsize) for made in group.outputs), default=value.itemsize)
-        return value.itemsize
+            return max((wanted.get(made.value.id, bare) for made in group.outputs), default=bare)
+        return bare
 
     def note(value: Value) -> None:
         """Notes which copies of a value are smaller."""
         sizes = {group.index: read(group, value) for group in readers[value.id]}
-        smaller = {group: size for group, size in sizes.items() if size < value.itemsize}
+        smaller = {group: size for group, size in sizes.items() if size < bare_width(value)}
         reading.update({(value.id, group): size for group, size in smaller.items()})
         if sizes and value.id not in results:
             wanted[value.id] = max(sizes.values())
@@ -133,8 +148,9 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
                 continue
             note(made.value)
             maker = program.makers[made.value.id]
-            if rounding.widens_after_moves and _converts(maker) and maker.inputs[0].itemsize < made.value.itemsize:
-                moved[made.value.id] = maker.inputs[0].itemsize
+            source = maker.inputs[0] if _converts(maker) else made.value
+            if rounding.widens_after_moves and (width := bare_width(source)) < bare_width(made.value):
+                moved[made.value.id] = width
     for value in program.arguments:
         note(value)
     fused = {

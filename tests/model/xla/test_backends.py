@@ -10,14 +10,17 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracles import adjusted, mesh_of
+from sweeps import some
 
 import autoshard
 from autoshard import Plan
 from autoshard.errors import MeshError
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
+from autoshard.model.xla import rounding
 from autoshard.model.xla.backends import BACKENDS, CPU, H100, V5E, V5P, backend_of
-from autoshard.model.xla.tiles import padded_size
+from autoshard.model.xla.rounding import PACKED_BYTES
+from autoshard.model.xla.tiles import elements_in_word, padded_size
 
 SIZES = [  # shape, elements that it has in float32 on v5e, and the layout that XLA chooses
     ((3,), 128),  # {0:T(128)}
@@ -55,6 +58,82 @@ def test_padded_sizes_are_those_of_tpu_programs(shape, elements):
     whole = NamedSharding(target_mesh("v5e:1x1", {"x": 1}), P())
     compiled = jax.jit(lambda x: x, in_shardings=whole).lower(jax.ShapeDtypeStruct(shape, "float32")).compile()
     assert compiled.memory_analysis().argument_size_in_bytes == 4 * elements
+
+
+PACKED = [  # shape, and the bytes that it has in 4 and in 2 bits on v5e; None: libtpu takes no such array
+    ((3,), 512, None),  # {0:T(1024)(128)(8,1)E(4)}
+    ((1500,), 1024, None),
+    ((5, 7), 512, None),  # {1,0:T(8,128)(8,1)E(4)}
+    ((100, 100), 6656, 3584),  # {1,0:T(16,128)(16,1)E(2)}
+    ((33, 129), 5120, 3072),
+    ((64, 128), 4096, 2048),  # {1,0:T(64,128)(8,1)E(4)}
+    ((128, 1), 512, None),
+    ((4, 9, 130), 8192, None),
+    ((2, 3, 16), 1024, None),
+]
+FOUR_BITS, TWO_BITS = ("int4", "uint4", "float4_e2m1fn"), ("int2", "uint2")
+NARROW = [
+    (shape, dtype, size)
+    for shape, *sizes in PACKED
+    for names, size in zip((FOUR_BITS, TWO_BITS), sizes, strict=True)
+    for dtype in names
+    if size and hasattr(jnp, dtype)
+]
+
+
+@pytest.mark.parametrize("shape, dtype, size", NARROW)
+def test_narrow_numbers_are_packed_on_tpu(shape, dtype, size):
+    width = PACKED_BYTES[dtype]
+    assert padded_size(shape, V5E.tile, packed=elements_in_word(width)) * width == size
+
+
+@pytest.mark.parametrize("shape, dtype, size", some(NARROW, *NARROW[::5]))
+def test_packed_sizes_are_those_of_tpu_programs(shape, dtype, size):
+    pytest.importorskip("libtpu")
+    whole = NamedSharding(target_mesh("v5e:1x1", {"x": 1}), P())
+    compiled = jax.jit(lambda x: x, in_shardings=whole).lower(jax.ShapeDtypeStruct(shape, dtype)).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == size
+
+
+@pytest.mark.parametrize("dtype", [name for name in FOUR_BITS + TWO_BITS if hasattr(jnp, name)])
+def test_narrow_numbers_are_packed_in_cpu_programs(dtype):
+    """Of an odd number of them the last byte is not full."""
+    compiled = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((33, 129), dtype)).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == math.ceil(33 * 129 * PACKED_BYTES[dtype])
+
+
+@pytest.mark.parametrize("dtype", [name for name in FOUR_BITS if hasattr(jnp, name)])
+def test_a_peak_of_narrow_numbers_is_that_of_the_cpu_program(dtype):
+    shapes = [jax.ShapeDtypeStruct((256, 256), dtype)] * 2
+    found = autoshard.plan(lambda x, y: (x + y, x.T), *shapes, mesh=mesh_of({"x": 8})).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.02)
+
+
+def narrow_plan(dtype):
+    """Three products with weights of these numbers, each converted just before."""
+
+    def step(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ (w.astype(jnp.bfloat16) * jnp.bfloat16(0.1)))
+        return x
+
+    mesh = target_mesh("v5e:4x2", {"data": 4, "model": 2})
+    shapes = [jax.ShapeDtypeStruct((1024, 1024), dtype)] * 3, jax.ShapeDtypeStruct((8, 1024), jnp.bfloat16)
+    return autoshard.plan(step, *shapes, mesh=mesh)
+
+
+@pytest.mark.parametrize("dtype", some(FOUR_BITS, "int4"))
+def test_a_peak_of_packed_weights_is_that_of_the_program(dtype):
+    pytest.importorskip("libtpu")
+    found = narrow_plan(dtype).verify()
+    assert found.predicted_peak == pytest.approx(found.actual_peak, rel=0.02)
+
+
+def test_bytes_instead_of_packed_numbers_would_be_seen(monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.setattr(rounding, "PACKED_BYTES", {})
+    found = narrow_plan("int4").verify()
+    assert found.predicted_peak > 1.7 * found.actual_peak
 
 
 ABSTRACT = AbstractMesh((8,), ("x",))
