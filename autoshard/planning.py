@@ -494,6 +494,7 @@ def comparison_of(
 def described(formulation: Formulation, solution: Solution, options: Options) -> PlanData:
     """The plan of a solution, with what it says beside its figures."""
     mesh_shape = dict(options.mesh.shape)
-    remarks = remarks_of(formulation, mesh_shape, uneven_batch(formulation.program, mesh_shape))
-    made = make_plan(formulation, solution, options.mesh, remarks)
-    return replace(made, warnings=(*made.warnings, *uneven_remarks(made, options.topology.uneven)))
+    made = make_plan(formulation, solution, options.mesh)
+    apart = [] if made.predicted.communication_seconds else [one.layout for one in made.arguments]
+    remarks = remarks_of(formulation, mesh_shape, uneven_batch(formulation.program, mesh_shape, apart))
+    return replace(made, warnings=(*remarks, *uneven_remarks(made, options.topology.uneven)))

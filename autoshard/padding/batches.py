@@ -104,10 +104,18 @@ def padded_rows(rows: int, mesh: Mapping[str, int]) -> int:
     return min(((own, own * count) for count, own in on_a_device.items()), default=(rows, rows))[1]
 
 
-def uneven_batch(program: Program, mesh: Mapping[str, int]) -> tuple[str, ...]:
+def uneven_batch(
+    program: Program, mesh: Mapping[str, int], apart: Collection[Sequence[Sequence[str]]] = ()
+) -> tuple[str, ...]:
     """A remark if the devices do not divide the batch; none otherwise.
 
-    A small argument beside a larger one is no batch that is worth a remark.
+    A small argument beside a larger one is no batch that is worth a remark. Neither is one that all devices split along
+    other dims, where they need not talk: more rows would only add work.
+
+    Args:
+        program: the step's.
+        mesh: axis name -> devices.
+        apart: the layout of every argument in a plan without communication; empty otherwise.
     """
     batch = batch_of(program, [value.shape for value in program.own_arguments], mesh)
     state = set(program.state)
@@ -116,6 +124,9 @@ def uneven_batch(program: Program, mesh: Mapping[str, int]) -> tuple[str, ...]:
     if batch is None or largest not in [program.arguments[i] for i in batch.arrays]:
         return ()
     assert largest is not None, "it is of the batch"
+    layouts = (layout for value, layout in zip(program.own_arguments, apart, strict=False) if value is largest)
+    if math.prod(mesh[axis] for axes in next(layouts, ()) for axis in axes) == math.prod(mesh.values()):
+        return ()
     return (
         f"the batch has {batch.rows} rows ({largest.name}), which not all {math.prod(mesh.values())} devices divide. "
         f"{batch.padded} rows would split further: pad='batch' adds them where sums and means allow.",

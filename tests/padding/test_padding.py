@@ -336,6 +336,25 @@ def test_the_batch_is_told_from_weights():
     )
 
 
+def test_rows_are_not_added_where_all_devices_split_the_rest():
+    """Time steps stand first in what advantages are made of, and a value is left over at their end."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+
+    def differences(values):
+        return values[1:] - values[:-1]
+
+    def centred(values):
+        return values - values.mean(1, keepdims=True)
+
+    def remarks(step):
+        made = autoshard.plan(step, jax.ShapeDtypeStruct((17, 1024), np.float32), mesh=mesh)
+        return made.predicted.communication_seconds, [one for one in made.warnings if "17 rows" in one]
+
+    assert remarks(differences) == (0, [])
+    seconds, advice = remarks(centred)
+    assert seconds and advice
+
+
 def test_pad_is_batch_or_nothing():
     mesh = jax.make_mesh((8,), ("data",))
     with pytest.raises(autoshard.ArgumentError, match="pad='rows'"):
