@@ -23,6 +23,7 @@ from autoshard.model.equations import compute_dtype, is_matrix_product
 from autoshard.model.groups import Group, Use
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.pricing.traffic import Traffic
+from autoshard.model.xla.convolutions import TURNS
 from autoshard.model.xla.products import product_sizes
 from autoshard.model.xla.units.streams import STREAMED_BYTES
 from autoshard.primitives import FlopRule, facts_of
@@ -143,14 +144,14 @@ class ProductOperations:
         first = product.equations[0]
         reads = tuple((self.traffic.figures(use.value), use.dims) for use in product.uses)
         made = product.results[first.index][0], first.outputs[0].shape, tuple(product.sizes.items())
-        return group.uses.index(ended), first.primitive, self.flops(first), compute_dtype((first,)), reads, made
+        work = first.primitive, self.flops(first), compute_dtype((first,)), first.params.get(TURNS)
+        return group.uses.index(ended), group.feeds_no_state, *work, reads, made
 
     def seconds_ahead(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
         """How long the matrix unit is at work on the product that a group ends, while others wait; per strategy.
 
         Memory reads for the product in this time. It has the layout in which the group wants it.
         """
-        are_one = self._are_one(group, wants)
         found = self.ended(group)
         if found is None or found[0].value.shape != found[1].equations[0].outputs[0].shape:
             return 0.0
@@ -171,7 +172,8 @@ class ProductOperations:
         work = self.flops(first) / split(product.factors_of(first)) * self.padding(product, first, pieces)
         multiplied = compute_seconds(work, 0.0, compute_dtype((first,)), self.topology)
         reading = sum(map(read, product.uses), start=np.zeros(len(layouts))) / self.topology.memory_bandwidth
-        return are_one * np.maximum(0.0, np.maximum(multiplied, self.seconds_beside(product, pieces)) - reading)
+        ahead = np.maximum(0.0, np.maximum(multiplied, self.seconds_beside(product, pieces)) - reading)
+        return ahead * self._are_one(group, wants)
 
     def _are_one(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
         """Whether a group runs in the operation of the product that it ends, per strategy.
@@ -183,7 +185,7 @@ class ProductOperations:
         devices = math.prod(self.arrays.mesh.values())
         updates_state = group.feeds_only_results and not group.feeds_no_state
         if found is None or (updates_state and devices > 1):
-            return np.zeros(1, bool)
+            return np.array([False])
         layouts = wants[group.uses.index(found[0])]
         parts = [math.prod(shards(axes, self.arrays.mesh) for axes in layout) for layout in layouts]
         return np.array([part == devices for part in parts])
