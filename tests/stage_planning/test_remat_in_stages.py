@@ -68,7 +68,7 @@ def test_levels_of_their_own_are_faster_than_one_level_for_all_stages_and_than_n
     alike, nothing = large(remat="auto", memory="3.3GiB"), large()
     assert alike.predicted.peak_bytes < 0.85 * 3.3 * 2**30 < nothing.predicted.peak_bytes
     seconds = [one.predicted.step_seconds for one in (mixed, alike, nothing)]
-    assert seconds == sorted(set(seconds))
+    assert seconds[0] < min(seconds[1:])
     some, most = (one.pipeline.programs.recomputed.seconds for one in (mixed, alike))
     assert some[0] == most[0] and all(0 < one < 0.5 * two for one, two in zip(some[1:], most[1:], strict=True))
 
