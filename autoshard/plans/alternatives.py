@@ -123,10 +123,10 @@ def no_dearer_than_data_parallel(
     """
     try:
         found = search()
-    except UndecidedError:
+    except UndecidedError as late:
         if (plain := _data_parallel(formulation, limit)) is None:
             raise
-        return plain
+        return with_bound(plain, late.bound)
     if found.gap <= max(gap, CLOSE_GAP):
         return found
     plain = _data_parallel(formulation, limit)

@@ -14,6 +14,7 @@ from autoshard import planning
 from autoshard.batching import boundary
 from autoshard.batching.rewriting import BatchedFunctions
 from autoshard.errors import SolverError
+from autoshard.plans import alternatives
 from autoshard.solver.problem import UndecidedError
 from autoshard.tactics import DataParallel, ZeRO
 
@@ -258,6 +259,7 @@ def test_stacks_are_planned_though_it_is_not_known_in_time_whether_the_step_as_w
         return honest(formulation, time_limit, *how)
 
     monkeypatch.setattr(planning, "solve_within", solve_within)
+    monkeypatch.setattr(alternatives, "_data_parallel", lambda *_: None)  # as if it did not fit
     is_late = lambda program: not program.stacked  # noqa: E731
     plan = autoshard.plan(step, *arguments, **options, time_limit=20)
     assert "in a stack of 8" in plan.warnings[0] and plan.bound == bound < plan.cost
@@ -265,6 +267,9 @@ def test_stacks_are_planned_though_it_is_not_known_in_time_whether_the_step_as_w
     is_late = lambda program: True  # noqa: E731
     with pytest.raises(SolverError, match="none was found in time"):
         autoshard.plan(step, *arguments, **options)
+    monkeypatch.undo()
+    monkeypatch.setattr(planning, "solve_within", solve_within)
+    assert autoshard.plan(step, *arguments, **options).bound == bound
 
 
 def test_runs_and_is_given_again(tmp_path):

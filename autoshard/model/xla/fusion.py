@@ -154,8 +154,11 @@ def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
     """What the readers of a value read instead of it, if XLA has each of them compute it again, in a loop or not."""
     found: dict[int, tuple[Value, ...]] = {}
     for group in groups:
-        if group.equations[0].primitive == "scan_const" and group.uses[0].value.id in found:
-            found[group.outputs[0].value.id] = found[group.uses[0].value.id]
+        if group.equations[0].primitive == "scan_const":  # one operand; a number of the program is none that it uses
+            inside = [one.value.id for one in group.outputs]
+            found.update(
+                itertools.product(inside, (found[use.value.id] for use in group.uses if use.value.id in found))
+            )
         if group.is_recomputed:
             read = itertools.chain(*(found.get(use.value.id, (use.value,)) for use in group.uses))
             made = {made.value.id: made.value for made in group.outputs}
