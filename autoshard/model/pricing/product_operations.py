@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from autoshard.layout import Layout, shards
+from autoshard.layout import Layout, MeshShape, shards
+from autoshard.mesh.collectives import seconds as collective_seconds
 from autoshard.mesh.compute import compute_seconds, flops
 from autoshard.mesh.topology import Topology
 from autoshard.model.equations import compute_dtype, is_matrix_product
@@ -153,39 +154,70 @@ class ProductOperations:
         Memory reads for the product in this time. It has the layout in which the group wants it.
         """
         found = self.ended(group)
-        if found is None or found[0].value.shape != found[1].equations[0].outputs[0].shape:
+        if found is None:
             return 0.0
         ended, product = found
-        first, layouts = product.equations[0], wants[group.uses.index(ended)]
+        pieces = self._pieces(product, wants[group.uses.index(ended)])
+        if ended.value.shape != product.equations[0].outputs[0].shape:
+            return 0.0
+        ahead = np.maximum(0.0, self._multiplying_seconds(product, pieces) - self._reading_seconds(product, pieces))
+        return ahead * self._are_one(group, wants)
+
+    def _pieces(self, product: Group, layouts: Sequence[Layout]) -> Pieces:
+        """Factor of a product -> into how many pieces each of the layouts of its result splits that."""
         pieces = {factor: np.ones(len(layouts)) for factor in product.sizes}
-        for dim, factors in enumerate(product.results[first.index][0]):
+        for dim, factors in enumerate(product.results[product.equations[0].index][0]):
             if factors:
                 pieces[factors[0]] = np.array([float(shards(layout[dim], self.arrays.mesh)) for layout in layouts])
+        return pieces
 
-        def split(factors: Iterable[int]) -> np.ndarray:
-            return math.prod((pieces[factor] for factor in set(factors)), start=np.ones(len(layouts)))
+    def _multiplying_seconds(self, product: Group, pieces: Pieces) -> np.ndarray:
+        """Of the matrix unit, per layout of the result."""
+        first = product.equations[0]
+        work = self.flops(first) / _split(product.factors_of(first), pieces) * self.padding(product, first, pieces)
+        multiplied = compute_seconds(work, 0.0, compute_dtype((first,)), self.topology)
+        return np.maximum(multiplied, self.seconds_beside(product, pieces))
+
+    def _reading_seconds(self, product: Group, pieces: Pieces) -> np.ndarray:
+        """Of memory, for the operands of a product; per layout of its result."""
 
         def read(use: Use) -> np.ndarray:
             whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
-            return self.traffic.outside(use.value, whole / split(itertools.chain(*use.dims)))
+            return self.traffic.outside(use.value, whole / _split(itertools.chain(*use.dims), pieces))
 
-        work = self.flops(first) / split(product.factors_of(first)) * self.padding(product, first, pieces)
-        multiplied = compute_seconds(work, 0.0, compute_dtype((first,)), self.topology)
-        reading = sum(map(read, product.uses), start=np.zeros(len(layouts))) / self.topology.memory_bandwidth
-        ahead = np.maximum(0.0, np.maximum(multiplied, self.seconds_beside(product, pieces)) - reading)
-        return ahead * self._are_one(group, wants)
+        return sum(map(read, product.uses)) / self.topology.memory_bandwidth
 
     def _are_one(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
         """Whether a group runs in the operation of the product that it ends, per strategy.
 
-        It does not if a collective finishes the product. That is taken to be so where devices want the same part of
-        it, and of gradients that state is updated by, which devices sum up.
+        It does not if a collective finishes the product. That is taken to be so of gradients that state is updated by,
+        which devices sum up, and where devices want the same part of the product, if what they save by sharing out its
+        sum takes longer than the all_reduce of that.
         """
         found = self.ended(group)
         devices = math.prod(self.arrays.mesh.values())
         updates_state = group.feeds_only_results and not group.feeds_no_state
         if found is None or (updates_state and devices > 1):
             return np.array([False])
-        layouts = wants[group.uses.index(found[0])]
-        parts = [math.prod(shards(axes, self.arrays.mesh) for axes in layout) for layout in layouts]
-        return np.array([part == devices for part in parts])
+        ended, product = found
+        layouts = wants[group.uses.index(ended)]
+        idle = [_idle_axes(layout, self.arrays.mesh) for layout in layouts]
+        sharing = np.array([float(shards(axes, self.arrays.mesh)) for axes in idle])
+        pieces = self._pieces(product, layouts)
+        alone = np.maximum(self._multiplying_seconds(product, pieces), self._reading_seconds(product, pieces))
+        reduced = [
+            collective_seconds("all_reduce", axes, size, self.arrays.mesh, self.topology)
+            for axes, size in zip(idle, self.arrays.sizes(ended.value, layouts), strict=True)
+        ]
+        return alone * (1 - 1 / sharing) <= np.array(reduced)
+
+
+def _split(factors: Iterable[int], pieces: Pieces) -> np.ndarray:
+    """Into how many pieces these factors together are split, per strategy."""
+    return functools.reduce(np.multiply, (pieces[factor] for factor in set(factors)), np.ones(1))
+
+
+def _idle_axes(layout: Layout, mesh: MeshShape) -> tuple[str, ...]:
+    """The axes along which devices have the same part of what lies so."""
+    splitting = set(itertools.chain(*layout))
+    return tuple(axis for axis, size in mesh.items() if size > 1 and axis not in splitting)

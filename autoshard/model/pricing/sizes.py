@@ -37,7 +37,7 @@ class ArraySizes:
         """The dims of `value` among which the two minor ones are; None: they may be any."""
         return self.images.get(value.id) or self.matrices.get(value.id)
 
-    def _order(self, value: Value) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    def order(self, value: Value) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """What decides how a value lies: its dims as images, and as matrices. The same dims lie otherwise as images."""
         return self.images.get(value.id), self.matrices.get(value.id)
 
@@ -51,7 +51,7 @@ class ArraySizes:
         def local_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return read_only(np.array([self.local_bytes(value, layout) for layout in layouts]))
 
-        what = value.shape, *self._order(value), value.on_host, self.widths.stored(value)
+        what = value.shape, *self.order(value), value.on_host, self.widths.stored(value)
         return self.memo.once(local_bytes, layouts, of=what)
 
     def returned_sizes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
@@ -81,7 +81,7 @@ class ArraySizes:
         def copy_bytes(layouts: Sequence[Layout]) -> np.ndarray:
             return read_only(np.array([self.copy_bytes(value, layout, readers) for layout in layouts]))
 
-        what = value.shape, *self._order(value), self.widths.moving(value, readers)
+        what = value.shape, *self.order(value), self.widths.moving(value, readers)
         return self.memo.once(copy_bytes, layouts, of=what)
 
     def image_bytes(self, value: Value, layout: Layout, images: ImageDims) -> int:

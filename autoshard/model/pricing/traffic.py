@@ -26,8 +26,8 @@ class Traffic:
         """What of a value decides what the work of groups takes that read it or make it."""
         if value.id not in self._figures:
             widths = self.arrays.widths.summed(value), self.arrays.widths.stored(value)
-            minor = self.arrays.minor_dims(value)
-            self._figures[value.id] = value.shape, minor, value.on_host, *widths, self.kept_share(value)
+            order = self.arrays.order(value)
+            self._figures[value.id] = value.shape, *order, value.on_host, *widths, self.kept_share(value)
         return self._figures[value.id]
 
     def read_instead(self, value: Value) -> Sequence[Value]:

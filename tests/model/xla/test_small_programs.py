@@ -188,12 +188,7 @@ def foreseen(fn, shapes, specs):
     return made.predicted.comparable_seconds
 
 
-TOO_SLOW = "sums of what a loop hands on"  # 3.7 times: a collective is taken to come behind a product that all make
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.xfail(strict=True)] * (one == TOO_SLOW)) for one in SMALL]
-)
+@pytest.mark.parametrize("name", SMALL)
 def test_small_programs(monkeypatch, name):
     """Within a factor of 1.6 of libtpu's cycles and our collectives, and out of that with the fault."""
     pytest.importorskip("libtpu")
