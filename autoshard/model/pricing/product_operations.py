@@ -157,9 +157,9 @@ class ProductOperations:
         if found is None:
             return 0.0
         ended, product = found
-        pieces = self._pieces(product, wants[group.uses.index(ended)])
-        if ended.value.shape != product.equations[0].outputs[0].shape:
+        if not _has_shape_of(product, ended):
             return 0.0
+        pieces = self._pieces(product, wants[group.uses.index(ended)])
         ahead = np.maximum(0.0, self._multiplying_seconds(product, pieces) - self._reading_seconds(product, pieces))
         return ahead * self._are_one(group, wants)
 
@@ -192,7 +192,7 @@ class ProductOperations:
 
         It does not if a collective finishes the product. That is taken to be so of gradients that state is updated by,
         which devices sum up, and where devices want the same part of the product, if what they save by sharing out its
-        sum takes longer than the all_reduce of that.
+        sum takes longer than the all_reduce of that. What is laid out anew in between counts as shared out.
         """
         found = self.ended(group)
         devices = math.prod(self.arrays.mesh.values())
@@ -202,6 +202,8 @@ class ProductOperations:
         ended, product = found
         layouts = wants[group.uses.index(ended)]
         idle = [_idle_axes(layout, self.arrays.mesh) for layout in layouts]
+        if not _has_shape_of(product, ended):
+            return np.array([not axes for axes in idle])
         sharing = np.array([float(shards(axes, self.arrays.mesh)) for axes in idle])
         pieces = self._pieces(product, layouts)
         alone = np.maximum(self._multiplying_seconds(product, pieces), self._reading_seconds(product, pieces))
@@ -210,6 +212,11 @@ class ProductOperations:
             for axes, size in zip(idle, self.arrays.sizes(ended.value, layouts), strict=True)
         ]
         return alone * (1 - 1 / sharing) <= np.array(reduced)
+
+
+def _has_shape_of(product: Group, ended: Use) -> bool:
+    """Whether what a group reads of a product has the dims of the product itself."""
+    return ended.value.shape == product.equations[0].outputs[0].shape
 
 
 def _split(factors: Iterable[int], pieces: Pieces) -> np.ndarray:
