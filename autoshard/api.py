@@ -171,9 +171,11 @@ def autoshard(
         cache: a folder in which plans are kept, and found again when the same step is planned for the same mesh,
             machine and options, by this or another process. What is not readable there is ignored with a warning.
         refine: how many plans to compile, to keep the one whose compiled program is best; 1 compiles none. They are the
-            cheapest that differ; `autoshard.refine` says which, and what is best. Planning then takes the time of up to
-            `refine` more searches and as many compilations. On GPU, up to three more compilations choose options of
-            XLA (`Plan.compiler_options`). With ``mesh="auto"`` plans on the fastest mesh are compiled.
+            cheapest that differ; `autoshard.refine` says which, and what is best. Where microbatches or remat are
+            "auto", up to half of them run the step in other ways, predicted to take 5% longer at most. Planning then
+            takes the time of up to `refine` more searches and as many compilations. On GPU, up to three more
+            compilations choose options of XLA (`Plan.compiler_options`). With ``mesh="auto"`` plans on the fastest mesh
+            are compiled.
         ignore_constraints: whether to drop what the step itself says of layouts: `with_sharding_constraint`,
             `reshard`, `out_sharding=`, the types of its arguments in explicit mode, and the names of mesh axes that
             flax keeps beside arrays.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -63,19 +63,28 @@ def refined(
         made: makes a plan that can be lowered.
     """
     plans = [made(solution) for solution in different(formulation, best, options, formulated)]
+    return with_compiler_options(*fastest_compiled(plans, options), options)
+
+
+def fastest_compiled(plans: Sequence[Plan], options: Options) -> tuple[Plan, float]:
+    """The plan whose compiled program takes the fewest seconds, and these; the first, and inf, if none fits.
+
+    Args:
+        plans: ones that can be lowered, of one program or of several variants; first the one predicted to be fastest.
+    """
     seconds = [compiled_seconds(plan, options) for plan in plans]
     kept = min(range(len(plans)), key=seconds.__getitem__)
     if math.isinf(seconds[kept]):
-        return _with_remark(plans[0], f"none of the {len(plans)} plans that were compiled fits, as XLA has it.")
-    fastest = with_compiler_options(plans[kept], seconds[kept], options)
+        remark = f"none of the {len(plans)} plans that were compiled fits, as XLA has it."
+        return _with_remark(plans[0], remark), math.inf
     if kept == 0:
-        return fastest
+        return plans[0], seconds[0]
     first = "does not fit" if math.isinf(seconds[0]) else f"takes {seconds_text(seconds[0])}"
-    return _with_remark(
-        fastest,
+    remark = (
         f"of {len(plans)} plans that were compiled, the one predicted to be the fastest {first} by XLA's account, "
-        f"this one {seconds_text(seconds[kept])}.",
+        f"this one {seconds_text(seconds[kept])}."
     )
+    return _with_remark(plans[kept], remark), seconds[kept]
 
 
 def with_compiler_options(plan: Plan, seconds: float, options: Options) -> Plan:
@@ -86,8 +95,10 @@ def with_compiler_options(plan: Plan, seconds: float, options: Options) -> Plan:
 
     Args:
         plan: one that can be lowered.
-        seconds: of a step without such options, by the account of its compiled program.
+        seconds: of a step without such options, by the account of its compiled program; inf if it does not fit.
     """
+    if math.isinf(seconds):
+        return plan
     mesh, before = options.compiled_for, seconds
     assert mesh is not None and plan.lowering is not None, "`options_of` and `finish` see to it"
     of_user = plan.lowering.jit_keywords.get("compiler_options") or {}

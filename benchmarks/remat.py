@@ -31,9 +31,12 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 from workloads import LLAMA_1B, LLAMA_8B, TRAINED, Workload  # noqa: E402  (needs the path above)
 
 from autoshard import AutoshardError, Plan, autoshard, plan, planning, topology  # noqa: E402
+from autoshard import refine as refining  # noqa: E402
 from autoshard.compiled.collectives import peak_bytes  # noqa: E402
 from autoshard.compiled.verification import compiled  # noqa: E402
 from autoshard.mesh.targets import target_mesh  # noqa: E402
+from autoshard.options import Options  # noqa: E402
+from autoshard.solver.verify import fits  # noqa: E402
 
 POLICIES: dict[str, Callable | bool] = {
     "none": False,
@@ -84,6 +87,11 @@ class Compiler:
             if self.known:
                 self.known.write_text(json.dumps(self.figures))
         return self.figures[digest]
+
+    def seconds_within(self, made: Plan, options: Options) -> float:
+        """What `refine` asks of a compiled program: its seconds; inf if it does not fit."""
+        seconds, peak = self.of(made)
+        return seconds if fits(peak, options.memory) else math.inf
 
     def as_jax(self, made: Plan) -> Any:
         """What `planning` asks of a compiled program: how much memory it takes."""
@@ -136,13 +144,13 @@ class Sweep:
         print(f"| {self.name} | {limit / 2**30:.2f} | {label} | {count} | {times} | {peaks} |", flush=True)
         return seconds if peak <= limit else None
 
-    def chosen(self, limit: float, counts: Any) -> float | None:
+    def chosen(self, limit: float, counts: Any, refine: int) -> float | None:
         """Compiled seconds of the step that `remat="auto"` chooses."""
         step = self.step("full")
-        how = {"mesh": self.mesh, "topology": self.compiler.machine, "donate_argnums": 0, "remat": "auto"}
+        how = {"mesh": self.mesh, "topology": self.compiler.machine, "donate_argnums": 0, "refine": refine}
         self.compiler.asked.clear()
         began = time.process_time()
-        run = autoshard(step.step, memory=limit, microbatches=counts, **how)
+        run = autoshard(step.step, memory=limit, microbatches=counts, remat="auto", **how)
         try:
             made = run.plan(step.state, step.batch)
         except AutoshardError as error:
@@ -164,11 +172,13 @@ def main() -> None:
     parser.add_argument("--limits", nargs="*", type=float, default=[1.05, 0.85, 0.7, 0.55, 0.45, 0.35])
     parser.add_argument("--counts", nargs="*", type=int, default=[1, 2, 4], help="of microbatches")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--refine", type=int, default=1, help="how many plans remat='auto' compiles to choose")
     parser.add_argument("--known", type=Path, help="a file that keeps what was compiled")
     asked = parser.parse_args()
     axes = dict(zip(("data", "model"), asked.mesh, strict=True))
     compiler, mesh = Compiler(asked.machine, asked.known), target_mesh(asked.machine, axes)
     planning.compiled = compiler.as_jax
+    refining.compiled_seconds = compiler.seconds_within
     device = topology(asked.machine, axes).memory_bytes
     print("| model | limit, GiB | policy | microbatches | predicted ms | compiled ms | predicted GiB | compiled GiB |")
     print("|---|---|---|---|---|---|---|---|")
@@ -183,7 +193,7 @@ def main() -> None:
             plans = [(policy, count) for policy in asked.policies for count in asked.counts]
             found = [sweep.row(*one, limit, sweep.planned(*one, limit)) for one in plans]
             fitting = [seconds for seconds in found if seconds is not None]
-            ours = sweep.chosen(limit, "auto" if len(asked.counts) > 1 else asked.counts[0])
+            ours = sweep.chosen(limit, "auto" if len(asked.counts) > 1 else asked.counts[0], asked.refine)
             if ours is not None and fitting:
                 print(f"{name}, {limit / 2**30:.2f} GiB: {ours / min(fitting) - 1:+.1%} of the fastest", flush=True)
             elif ours is None and fitting:

@@ -78,20 +78,27 @@ class Wishes:
 
 
 def fastest(
+    variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned], enough: float = math.inf
+) -> Planned:
+    """The step planned in the variant that is predicted to take the fewest seconds; as `fastest_and_close` has it."""
+    return fastest_and_close(variants, wishes, planned, enough)[0]
+
+
+def fastest_and_close(
     variants: StepVariants,
     wishes: Wishes,
     planned: Callable[[Program, float], Planned],
-    given: Plan | None = None,
     enough: float = math.inf,
-) -> Planned:
-    """The step planned in the variant that is predicted to take the fewest seconds.
+    close: float = 0.0,
+) -> list[Planned]:
+    """The step planned in the variant that is predicted to take the fewest seconds, and in those that are close to it.
 
     Its bound is that of all variants: none of those that fit is proven to be faster than that.
 
     Args:
         planned: plans a program, and may raise `CutoffReached` once it is proven to take more than so many seconds.
-        given: the plan that the user gave, which is for one of the variants.
         enough: seconds per step: variants that are proven to take more are not wanted.
+        close: the share of its seconds by which another one may be slower.
 
     Raises:
         CutoffReached: all that fit are proven to take more than is enough.
@@ -99,9 +106,10 @@ def fastest(
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
         UndecidedError: none was found to fit in time.
     """
-    if given is not None:
-        return planned(_given(variants, wishes, given), math.inf)
-    return _VariantSearch(variants, wishes, planned, enough).fastest()
+    search = _VariantSearch(variants, wishes, planned, enough, close)
+    best = search.fastest()
+    most = (1 + close) * best.plan.cost
+    return [best, *(one for one in search.found if one is not search.best and one.plan.cost <= most)]
 
 
 def proven(found: Planned, bound: float) -> Planned:
@@ -113,7 +121,7 @@ def proven(found: Planned, bound: float) -> Planned:
     return weaker
 
 
-def _given(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
+def given_program(variants: StepVariants, wishes: Wishes, given: Plan) -> Program:
     """The variant that a plan was made for; the step as it is if the plan is for none, which then is an error."""
     counts = [wishes.microbatches] if wishes.microbatches else [2**power for power in range(31)]
     for count in counts:
@@ -167,10 +175,16 @@ class _VariantSearch(Generic[Planned]):
     """The search through the variants of a step."""
 
     def __init__(
-        self, variants: StepVariants, wishes: Wishes, planned: Callable[[Program, float], Planned], enough: float
+        self,
+        variants: StepVariants,
+        wishes: Wishes,
+        planned: Callable[[Program, float], Planned],
+        enough: float,
+        close: float,
     ):
-        self.variants, self.wishes, self.planned, self.enough = variants, wishes, planned, enough
+        self.variants, self.wishes, self.planned, self.enough, self.close = variants, wishes, planned, enough, close
         self.best: Planned | None = None
+        self.found: list[Planned] = []
         self.best_variant = Variant(wishes.microbatches or 1)  # or the last that was planned, while nothing fits
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
@@ -281,7 +295,7 @@ class _VariantSearch(Generic[Planned]):
         if self.best is None:
             self.best_variant = variant
         try:
-            enough = self.enough if self.best is None else self.best.plan.cost
+            enough = self.enough if self.best is None else (1 + self.close) * self.best.plan.cost
             found = self.planned(self.variants.program(variant), enough)
         except MemoryLimitError as error:
             self.errors.append(error)
@@ -295,6 +309,7 @@ class _VariantSearch(Generic[Planned]):
             self.bounds.append(slow.bound)
             return slow.bound
         self.bounds.append(found.plan.bound)
+        self.found.append(found)
         if self.best is None or found.plan.cost < self.best.plan.cost:
             self.best, self.best_variant = found, variant
         return found.plan.cost

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic
 
@@ -25,12 +25,14 @@ from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, text_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
+from autoshard.refine import fastest_compiled, with_compiler_options
 from autoshard.solver.runtime.cutoff import CutoffReached
 from autoshard.user_plan import Plan
-from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest, proven
+from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest, fastest_and_close, given_program, proven
 from autoshard.variants.variant import StepVariants, Variant
 
 TIGHT_SHARE = 0.9  # of the bytes that a plan may fill: one that fills more may be faster with still more
+CLOSE = 0.05  # of predicted seconds: predictions do not tell variants apart that are closer, and `refine` compiles them
 EXTRA_ROOM_FACTOR = 1.02  # more bytes than variants were chosen within, or they are not chosen among again
 
 
@@ -58,10 +60,12 @@ class OpenChoice(Generic[Planned]):
     def planned(self, given: Plan | None) -> Planned:
         """The one variant that is open, or the one that a plan was given for."""
         wishes = self._wishes()
-        return fastest(self.variants, wishes, lambda program, enough: self.plan(program, self.options, enough), given)
+        if given is not None:
+            return self.plan(given_program(self.variants, wishes, given), self.options)
+        return fastest(self.variants, wishes, lambda program, enough: self.plan(program, self.options, enough))
 
     def fastest(self) -> Planned:
-        """The fastest variant, planned within one time limit for all. Its best plans alone are compiled.
+        """The fastest variant, planned within one time limit for all. `refine` compiles plans of the best ones.
 
         Raises:
             MemoryLimitError: no variant fits.
@@ -70,12 +74,36 @@ class OpenChoice(Generic[Planned]):
         if (known := self._kept()) is not None:
             return known
         first = replace(self._timed(), refine=1)
-        before = self.before if self.options.refine == 1 else {}
-        found = self._chosen(first, self._wishes(), before)
-        if self.options.refine > 1:
-            found = proven(self.plan(program_of(found.plan), self._timed()), found.plan.bound)
+        if self.options.refine == 1:
+            found = self._chosen(first, self._wishes(), self.before)[0]
+        else:
+            found = self._refined(self._chosen(first, self._wishes(), {}, close=CLOSE))
         self.keep(found.plan)
         return found
+
+    def _refined(self, variants: Sequence[Planned]) -> Planned:
+        """The best compiled of `refine` plans: up to half of them are those of other variants, the rest of the best.
+
+        Of variants that are about as fast those are compiled whose peaks are farthest from that of the best, since they
+        keep what others compute again: predictions of these have the least in common.
+
+        Args:
+            variants: the one predicted to be fastest, and those close to it.
+        """
+        options, (best, *others) = self._timed(), (one.plan for one in variants)
+
+        def distance(other: Plan) -> float:
+            peaks = other.predicted.peak_bytes, best.predicted.peak_bytes
+            return max(peaks) / max(1, min(peaks))
+
+        if self.group is not None:  # all of it would have to compile them
+            others.clear()
+        others = sorted(others, key=distance, reverse=True)[: options.refine // 2]
+        plan, seconds = fastest_compiled([best, *others], options) if others else (best, math.inf)
+        if (left := options.refine - len(others)) > 1:
+            return proven(self.plan(program_of(plan), replace(options, refine=left)), best.bound)
+        plan = with_compiler_options(plan, seconds, options)
+        return proven(self.bound(program_of(plan), plan), best.bound)
 
     def within(self, target: float, known: Plan) -> Plan | None:
         """The plan of the fastest variant that is predicted to hold no more than `target` bytes; None if none is found.
@@ -121,10 +149,12 @@ class OpenChoice(Generic[Planned]):
 
     def _within(self, target: float, before: PlansByProgram, enough: float = math.inf) -> Plan:
         limited = replace(self._timed(), memory=target / self.options.backend.usable, refine=1, cache=None)
-        made = self._chosen(limited, replace(self._wishes(), memory=target), before, enough)
+        made = self._chosen(limited, replace(self._wishes(), memory=target), before, enough)[0]
         return replace(made.plan, memory=self.options.memory)
 
-    def _chosen(self, options: Options, wishes: Wishes, before: PlansByProgram, enough: float = math.inf) -> Planned:
+    def _chosen(
+        self, options: Options, wishes: Wishes, before: PlansByProgram, enough: float = math.inf, close: float = 0.0
+    ) -> list[Planned]:
         is_rewritten = wishes.may_rewrite(self.variants, Variant(wishes.microbatches or 1))
 
         def plan(program: Program, best: float) -> Planned:
@@ -135,7 +165,7 @@ class OpenChoice(Generic[Planned]):
                 raise MemoryLimitError("it fills more than it may", budget=options.memory, needed=needed)
             return made
 
-        return fastest(self.variants, wishes, plan, enough=enough)
+        return fastest_and_close(self.variants, wishes, plan, enough, close)
 
     # What is kept of a choice, in a folder and for other processes.
 

@@ -11,7 +11,9 @@ import pytest
 from oracles import mesh_of
 
 from autoshard import CacheWarning, ProcessError, autoshard, planning, topology
+from autoshard import refine as refining
 from autoshard.processes.agreement import Claims, text_of_all
+from autoshard.variants import open_choice
 from autoshard.variants.choosing import LEAST_GAIN
 from autoshard.variants.open_choice import OpenChoice
 
@@ -83,6 +85,27 @@ def test_no_room_is_looked_for_where_memory_does_not_bind(free, compilations):
     compilations.clear()
     assert kept_of(made.plan(WEIGHTS, X)) == kept_of(free)
     assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("refine", [2, 3])
+def test_refine_compiles_other_variants_too(monkeypatch, free, refine):
+    """Of variants that are predicted to be close the one is kept that is faster as compiled."""
+    tried = []
+
+    def seconds(plan, _):
+        tried.append(plan)
+        return float(plan.predicted.peak_bytes)  # the leanest is the fastest
+
+    monkeypatch.setattr(refining, "compiled_seconds", seconds)
+    monkeypatch.setattr(refining, "different", lambda formulation, best, *_: [best])
+    monkeypatch.setattr(open_choice, "CLOSE", 10.0)
+    made = decorated(refine=refine).plan(WEIGHTS, X)
+    assert len(tried) == refine  # the third is of the kept variant, whose other plans are sought
+    assert kept_of(tried[0]) == kept_of(free) != kept_of(made)
+    assert made.predicted.peak_bytes == min(plan.predicted.peak_bytes for plan in tried)
+    assert made.bound <= free.bound and (refine == 3 or "2 plans that were compiled" in made.warnings[-1])
+    monkeypatch.setattr(open_choice, "CLOSE", 0.0)
+    assert kept_of(decorated(refine=refine).plan(WEIGHTS, X)) == kept_of(free)
 
 
 def test_a_second_start_plans_nothing(tmp_path, free, monkeypatch, compilations):

@@ -185,7 +185,7 @@ class ProductOperations:
             whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
             return self.traffic.outside(use.value, whole / _split(itertools.chain(*use.dims), pieces))
 
-        return sum(map(read, product.uses)) / self.topology.memory_bandwidth
+        return functools.reduce(np.add, map(read, product.uses)) / self.topology.memory_bandwidth
 
     def _are_one(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
         """Whether a group runs in the operation of the product that it ends, per strategy.
