@@ -6,9 +6,9 @@ all orders by hand.
 
 XLA for TPU multiplies a matrix and a vector elementwise, and sums that up. Its matrix unit has no part in that, so the
 matrix is read as it is, neither rounded nor kept in the chip. So it does with a batch of such products if the vectors
-are matrices of one row or column; a batch of plain vectors goes to the matrix unit. Products of two vectors are always
-elementwise. Source: the cycles that libtpu notes on such products. `tests/mesh/test_targets.py` compiles some,
-`tests/model/xla/test_units.py` batches.
+are matrices of one row or column, or if the matrices have fewer than 64 rows or columns; plain vectors times larger
+ones go to the matrix unit. Products of two vectors are always elementwise. Source: what libtpu makes of 110 such
+products for v5e. `tests/mesh/test_targets.py` compiles some, `tests/model/xla/test_units.py` batches.
 
 XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied by the matrix of its transform, in three
 products of real numbers, each in several passes of bfloat16. A long dim is transformed as two whose sizes multiply to
@@ -32,6 +32,8 @@ from autoshard.model.equations import is_kernel_gradient, is_matrix_product
 from autoshard.model.groups import FactorDims, Group, Use
 from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.program import Equation, Program
+
+_LEAST_IN_UNIT = 64  # rows and columns of the matrices of a batch whose products with plain vectors the unit makes
 
 
 def matrix_dims(program: Program) -> dict[int, tuple[int, ...]]:
@@ -80,10 +82,14 @@ class ProductSizes:
 
     @property
     def is_with_vector(self) -> np.ndarray:
-        """Whether it is elementwise work: products of vectors, or of matrices of one row or column."""
+        """Whether it is elementwise work: products of vectors, or of matrices of one row or column.
+
+        Plain vectors times the matrices of a batch are products, if these are not small.
+        """
         one_row, one_column, is_single = self.rows <= 1, self.columns <= 1, self.batch <= 1
-        row_is_alone = one_row & (is_single | self.has_row_dim)
-        return (one_row & one_column) | row_is_alone | (one_column & (is_single | self.has_column_dim))
+        is_small = is_single | (np.minimum(self.summed, np.maximum(self.rows, self.columns)) < _LEAST_IN_UNIT)
+        row_is_alone = one_row & (is_small | self.has_row_dim)
+        return (one_row & one_column) | row_is_alone | (one_column & (is_small | self.has_column_dim))
 
 
 def product_sizes(group: Group, pieces: Mapping[int, np.ndarray]) -> ProductSizes:

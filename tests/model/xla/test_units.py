@@ -115,6 +115,8 @@ PRODUCTS = {  # einsum, its shapes, how they are split, and whether it is elemen
     "matrices and columns": ("bmk,bkr->bmr", [array(256, 128, 128), array(256, 128, 1)], P("x"), True),
     "one of a batch on each device": ("bk,bkn->bn", [array(4, 1024), array(4, 1024, 1024)], P("x"), True),
     "matrices and vectors": ("bk,bkn->bn", [array(256, 1024), array(256, 1024, 64)], P("x"), False),
+    "matrices of few rows and vectors": ("bk,bkn->bn", [array(4096, 8), array(4096, 8, 64)], P("x"), True),
+    "vectors and matrices of few columns": ("bmk,bk->bm", [array(1024, 32, 256), array(1024, 256)], P("x"), True),
     "several dims of a batch": ("bhd,bhtd->bht", [array(64, 8, 128), array(64, 8, 128, 128)], P("x"), False),
 }
 
