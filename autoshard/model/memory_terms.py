@@ -423,10 +423,20 @@ def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> 
         pieces = [shards(strategy.axes[f], output.prices.mesh) for dim in dims for f in dim if f in strategy.axes]
         return (value.bytes if isinstance(value, Value) else value.nbytes) / math.prod(pieces)
 
-    operands = map(local, equation.inputs, group.operands[equation.index])
-    results = map(local, equation.outputs, group.results[equation.index])
-    kept = tuple(isinstance(x, Value) and (x.from_outside or output.reads[x.id] > 1) for x in equation.inputs)
-    return ShardBytes(equation, tuple(operands), tuple(results), kept, is_result=bool(output.returns))
+    def local_shape(value: Value | np.ndarray, dims: FactorDims) -> tuple[int, ...]:
+        pieces = (math.prod(shards(strategy.axes.get(f, ()), output.prices.mesh) for f in dim) for dim in dims)
+        return tuple(math.ceil(size / count) for size, count in zip(value.shape, pieces, strict=True))
+
+    operand_dims, result_dims = group.operands[equation.index], group.results[equation.index]
+    return ShardBytes(
+        equation,
+        tuple(map(local, equation.inputs, operand_dims)),
+        tuple(map(local, equation.outputs, result_dims)),
+        tuple(map(local_shape, equation.inputs, operand_dims)),
+        tuple(map(local_shape, equation.outputs, result_dims)),
+        tuple(isinstance(x, Value) and (x.from_outside or output.reads[x.id] > 1) for x in equation.inputs),
+        is_result=bool(output.returns),
+    )
 
 
 @of_outputs

@@ -38,6 +38,8 @@ class ShardBytes:
     equation: Equation
     operands: tuple[float, ...]
     results: tuple[float, ...]  # 0 of a result that nothing reads
+    operand_shapes: tuple[tuple[int, ...], ...]  # on one device
+    result_shapes: tuple[tuple[int, ...], ...]
     kept: tuple[bool, ...] = ()  # of operands: whether nothing may be written over them, for arguments or others' reads
     is_result: bool = False  # whether the program returns what it makes
 
@@ -400,9 +402,14 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "compute_on": _given_to_host,
         "eigh": _rotated_quarters,
         "gather": lambda shards: gathered_bytes(
-            shards.equation, shards.operands[0], shards.whole, is_result=shards.is_result
+            shards.equation, shards.operands[0], shards.whole, shards.result_shapes[0], is_result=shards.is_result
         ),
-        **dict.fromkeys(SCATTERS, lambda shards: scattered_bytes(shards.equation, *shards.operands[::2])),
+        **dict.fromkeys(
+            SCATTERS,
+            lambda shards: scattered_bytes(
+                shards.equation, shards.operands[0], shards.operands[2], shards.operand_shapes[2]
+            ),
+        ),
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,

@@ -24,6 +24,7 @@ from autoshard.model.xla.operations import stacked_beside
 from autoshard.model.xla.products import matrix_dims
 from autoshard.model.xla.rounding import Widths, widths_of
 from autoshard.model.xla.units.chip_memory import kept_between, made_with_products, only_in_products, scaled
+from autoshard.model.xla.units.rows import lying_by_rows
 from autoshard.model.xla.units.scalar_unit import places_of
 from autoshard.program import Program
 from autoshard.propagation.registry import rule_of
@@ -82,7 +83,7 @@ class PriceLists:
             places=places_of(program) if backend.number_bytes else None,
             instead=read_through(groups),
             images=image_dims(program),
-            matrices=matrix_dims(program) if backend.tile else None,
+            matrices=matrix_dims(program) | lying_by_rows(program) if backend.tile else None,
             steps=ReshardingSteps(mesh, backend.gathers),
             regions=RegionPrices(program, mesh, topology, backend, formulate),
         )

@@ -25,6 +25,7 @@ from autoshard.model.xla.convolutions import (
 )
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import Tile, row_padding
+from autoshard.model.xla.units.rows import copied_bytes, dims_of_rows
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
 from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Value
@@ -99,6 +100,7 @@ class GroupWork:
                 taken.append(library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))]))
         beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.seconds_ahead(group, wants))
         least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
+        least = least + self._row_copies(group, wants)
         found: list[float] = np.broadcast_to(least + beside, len(strategies)).tolist()
         return found
 
@@ -165,6 +167,18 @@ class GroupWork:
         )
         made = self._copied(group.outputs[0].value, leaves[0], made_dims, lies_as_images) * group.feeds_only_results
         return (sum(read, start=0.0) + made) / self.topology.memory_bandwidth
+
+    def _row_copies(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
+        """Seconds to lay an array row by row that a gather picks rows of, per strategy."""
+        first, tile = group.equations[0], self.arrays.backend.tile
+        if tile is None or first.primitive != "gather" or group.is_recomputed:
+            return 0.0
+        pairs = zip(group.uses, wants, strict=True)
+        array, layouts = next((use.value, want) for use, want in pairs if (use.equation, use.operand) == (first, 0))
+        shapes = [local_shape(array.shape, layout, self.arrays.mesh) for layout in layouts]
+        row_dims, width = dims_of_rows(first), self.arrays.widths.stored(array)
+        copied = [copied_bytes(math.prod(shape) * width, [shape[dim] for dim in row_dims]) for shape in shapes]
+        return 2 * np.array(copied) / self.topology.memory_bandwidth
 
     def _copied(
         self,

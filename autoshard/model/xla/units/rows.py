@@ -16,51 +16,88 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autoshard.model.equations import is_computed
+from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.operations import LEAST_LOOP_ROWS, is_loop_over_rows
-from autoshard.model.xla.tiles import Tile, padded_size
-from autoshard.program import Equation
+from autoshard.model.xla.tiles import RowsAndColumns, Tile, padded_size
+from autoshard.program import Equation, Program
 
 _TILE: Tile = (8, 128)
 _MOST_ROW_BYTES = 2**27  # of an array in rows that are padded to more than twice their size
 _MOST_BYTES_ADDED_TO = 2**29  # the same of an array that rows are added to; 1 GiB is not
 _FEW = 2**-5  # of its own rows, from which on they are not few; 2**-9 are
 _ROW_BYTES_IN_CHIP = 2**26  # such a copy lies in the chip; one of 2**27 does not
+_WRITTEN_SHARE = 0.27  # of what the copy takes: the chip's own memory takes in numbers as fast as it reads ever so many
 _ALWAYS_PADDED = 2.0  # times its size to which a row is padded at most, where all arrays are copied
 
 
-def gathered_bytes(equation: Equation, operand: float, result: float, *, is_result: bool = False) -> float:
+def gathered_bytes(
+    equation: Equation, operand: float, result: float, picked: Sequence[int], *, is_result: bool = False
+) -> float:
     """Bytes that a gather takes beside its operand and its result, as other operations read and write these.
 
     Args:
         equation: the gather.
         operand: bytes of the array on one device.
         result: bytes of what is picked.
+        picked: the shape of that on one device.
         is_result: whether the program returns that: then it is copied into the result's buffer.
     """
-    numbers = equation.params["dimension_numbers"]
-    single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in single]
-    padding, is_loop = _padding(window), is_loop_over_rows(equation)
+    window = equation.params["dimension_numbers"].offset_dims
+    padding, is_loop = _padding([picked[dim] for dim in window]), is_loop_over_rows(equation)
     if padding == 1 or not (is_loop or (_are_many(equation) and _is_in_rows(operand * padding, padding))):
         return 0.0
-    picked = result * (padding if is_result else padding - 1)
-    return picked if is_loop else picked + _outside_chip(operand * padding)
+    apart = result * (padding if is_result else padding - 1)
+    return apart if is_loop else apart + _outside_chip(operand * padding)
 
 
-def scattered_bytes(equation: Equation, operand: float, updates: float) -> float:
+def scattered_bytes(equation: Equation, operand: float, updates: float, added: Sequence[int]) -> float:
     """Bytes that a scatter takes beside its operands, which other operations make as they do others.
 
     Args:
         equation: the scatter.
         operand: bytes of the array on one device.
         updates: bytes of what is added to it.
+        added: the shape of that on one device.
     """
     numbers = equation.params["dimension_numbers"]
-    padding = _padding([equation.inputs[2].shape[dim] for dim in numbers.update_window_dims])
+    padding = _padding([added[dim] for dim in numbers.update_window_dims])
     is_large = operand * padding <= _MOST_BYTES_ADDED_TO and updates >= _FEW * operand
     if padding == 1 or not _are_many(equation) or not (is_large or _is_in_rows(operand * padding, padding)):
         return 0.0
     return updates * padding + _outside_chip(operand * padding)
+
+
+def dims_of_rows(equation: Equation) -> tuple[int, ...]:
+    """The dims of the array that a gather picks whole rows of, or a scatter adds them to; none if it has but parts."""
+    numbers, shape = equation.params["dimension_numbers"], equation.inputs[0].shape
+    if equation.primitive == "gather":
+        single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        window = [size for dim, size in enumerate(equation.params["slice_sizes"]) if dim not in single]
+    else:
+        single = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+        window = [equation.inputs[2].shape[dim] for dim in numbers.update_window_dims]
+    dims = tuple(dim for dim in range(len(shape)) if dim not in single)
+    return dims if [shape[dim] for dim in dims] == window else ()
+
+
+def lying_by_rows(program: Program) -> dict[int, RowsAndColumns]:
+    """Tables that scatters make, as gradients of embeddings are -> their dims as rows and columns."""
+    made = (one for one in program.equations if one.primitive in SCATTERS and is_computed(one.inputs[0]))
+    return {one.outputs[0].id: RowsAndColumns((0, 1)) for one in made if dims_of_rows(one) == (1,)}
+
+
+def copied_bytes(operand: float, row: Sequence[int]) -> float:
+    """Bytes of which memory could read as many and write as many while an array is copied so that it lies row by row.
+
+    Args:
+        operand: bytes of the array on one device, as it lies elsewhere.
+        row: the dims of one of its rows there.
+    """
+    padding = _padding(row)
+    if padding == 1 or not _is_in_rows(operand * padding, padding):
+        return 0.0
+    return max(operand, operand * padding * _WRITTEN_SHARE)
 
 
 def _padding(window: Sequence[int]) -> float:
