@@ -51,6 +51,7 @@ class Backend:
     number_bytes: int = 0  # that a temporary of one element takes, which lies outside the chip; 0: what it has
     tile: Tile | None = None  # to which the two minor dims of an array are padded
     copies_circles: bool = False  # donated arguments that change places in a circle are all copied, not all but one
+    runs_ready_first: bool = False  # what waits for the least, as gathers of arguments, before all else
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     combining: Combining = field(default_factory=Combining)
     convolutions: Convolutions = field(default_factory=Convolutions)
@@ -97,10 +98,10 @@ CPU = Backend(
     chip="cpu",
     measured_on="cpu",
     copies_circles=True,
+    runs_ready_first=True,
     transposes_operands=True,
     combining=Combining(counts=False),  # what a lone all_reduce takes among threads of one process was not measured
     convolutions=Convolutions(flops_share=0.5),
-    gathers=Gathers(arguments_first=True),
     fusion=Fusion(
         taken_in=_MOVED | {"gather"}, overwrites_operands=True, overwritten_by=_IN_PLACE, reshapes_in_place=True
     ),
