@@ -121,6 +121,18 @@ def _threefry_keys(shards: ShardBytes) -> float:
     return 1.5 * shards.whole + _KEYS_APART * shards.operands[0]
 
 
+def _kernels_of_all_groups(shards: ShardBytes) -> float:
+    """Kernels of groups get a gradient for every pair of groups, of which XLA then makes another with zeros in it.
+
+    The first is made of transposed copies, which are counted beside this: of what is computed only these are left. By
+    the time of the second they are gone.
+    """
+    groups = shards.equation.params["batch_group_count"]
+    of_pairs = groups * shards.whole if groups > 1 else 0.0
+    gone = sum(size for size, value in zip(shards.operands, shards.equation.inputs, strict=True) if is_computed(value))
+    return max(0.0, of_pairs - gone, 2 * of_pairs - gone - sum(shards.operands))
+
+
 def _is_drawn_by_hardware(equation: Equation) -> bool:
     """Whether the keys are of a generator that XLA has as one operation."""
     return "rbg" in str(equation.inputs[0].dtype)
@@ -358,6 +370,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         **dict.fromkeys(("lu", "qr", "schur", "tridiagonal"), copied),
         "approx_top_k": _sorted_on_cpu,
         "bcoo_dot_general": lambda shards: product_bytes(shards.equation, *shards.operands[:2]),
+        "conv_general_dilated": _kernels_of_all_groups,
         "dot_general": _widened_product,
         "eig": copied_and_results,
         "igamma": _until_all_have_settled(27),

@@ -90,6 +90,7 @@ SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "s
 _WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites) | {"random_unwrap", "random_wrap"}
+_SUMMED_IN_PARTS = frozenset({"bfloat16", "complex64", "float32"})  # numbers that TPUs reduce_scatter
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
 
 CPU = Backend(
@@ -170,7 +171,7 @@ V5E = Backend(
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
-    scatters=Scatters(over_all_up_to=8, chip_rows=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
+    scatters=Scatters(over_all_up_to=8, dtypes=_SUMMED_IN_PARTS, chip_rows=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
     operations=OperationCosts(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
     sums=Sums(hoists=True, adds_first=True, loops_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
@@ -244,7 +245,7 @@ V5P = replace(
         window_cycles=1320,
         alone_cycles=1085,
     ),
-    scatters=Scatters(over_all_up_to=4, chip_rows=16),  # 2x2x1; 2x2x2 has none
+    scatters=Scatters(over_all_up_to=4, dtypes=_SUMMED_IN_PARTS, chip_rows=16),  # 2x2x1; 2x2x2 has none
     vector_products=VectorProducts({4: 0.35, 2: 0.22}),
 )
 BACKENDS: Mapping[str, Backend] = {backend.chip: backend for backend in (CPU, H100, V5E, V5P)}
