@@ -209,16 +209,16 @@ class Formulation:
         return difference.cumsum()
 
     def _lasts(self, choice: Sequence[int]) -> Callable[[int, int], float]:
-        """How many seconds go by from one program point to another, in one turn of the loops around the first.
+        """How many seconds go by from one program point to another, as libtpu counts them: loops turn once.
 
         What is communicated on the way is left out.
         """
         spent = np.zeros(len(self.program.equations) + 2)
         for group in self.groups:
             node = self.group_node(group)
-            spent[group.point + 1] += self.problem.costs[node][choice[node]]
-        until, turns = spent.cumsum(), [*(max(1, equation.trips) for equation in self.program.equations), 1, 1]
-        return lambda start, end: float(until[end] - until[start]) / turns[start]
+            spent[group.point + 1] += self.problem.costs[node][choice[node]] / group.trips
+        until = spent.cumsum()
+        return lambda start, end: float(until[end] - until[start])
 
     def _sum_of_spans(self, extras: Iterable[_ExtraLife]) -> np.ndarray:
         """Bytes of temporaries over spans, per program point."""

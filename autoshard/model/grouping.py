@@ -21,7 +21,9 @@ from autoshard.layout import MeshShape, in_mesh_order
 from autoshard.model.equations import contracts, inserted_operand, only_widens, stays_whole
 from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
 from autoshard.model.lifetimes import read_from
+from autoshard.model.workspaces import PREPARED
 from autoshard.model.xla.backends import CPU, Backend
+from autoshard.model.xla.cpu.breadth_first import ReadyPoints, ready_points
 from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
 from autoshard.model.xla.operations import beginning, running_ahead, running_beside, stack_writer
@@ -88,6 +90,8 @@ def groups_of(
     again = recomputation(program, groups, users, stored, backend, axes, points)
     gone = [repeated and until is None for repeated, until in zip(again.repeated, again.lying, strict=True)]
     last = _last_runs(groups, users, points, gone)
+    is_breadth_first = backend.runs_ready_first
+    ready = ready_points(groups, points, gone, PREPARED) if is_breadth_first else ReadyPoints(points, {})
     starts = backend.operations.least_seconds > 0
     is_ahead = starts and not backend.operations.are_kernels
     beside = running_beside(groups, again.repeated, ending, sums_as_made=is_ahead) if starts else [None] * len(groups)
@@ -107,6 +111,8 @@ def groups_of(
             handed_on_at=ends[i],
             is_late=after_loops[i],
             point=points[i],
+            ready_at=ready.made[i],
+            prepared={e.index: ready.ahead[e.index] for e in group.equations if e.index in ready.ahead},
             is_folded=again.folded[i],
             is_recomputed=again.repeated[i],
             lies_until=again.lying[i],

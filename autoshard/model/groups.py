@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
@@ -77,6 +77,8 @@ class Group:
     handed_on_at: int | None = None  # if only results read it, or only what a loop hands on: the last point of these
     is_late: bool = False  # whether XLA for TPU makes it after all loops, if devices add nothing up for it
     point: int = 0  # the program point at which it runs
+    ready_at: int = 0  # from which what it makes is held: earlier where XLA runs first what is ready first
+    prepared: Mapping[int, int] = field(default_factory=dict)  # equation -> from which what it works on is held
     is_folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
     is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that it need not be stored
     lies_until: int | None = None  # if readers compute it again, but it is stored, too: the least point until which

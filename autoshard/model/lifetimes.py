@@ -12,6 +12,8 @@ Program point `t` is the moment at which equation `t` runs. Each of these holds 
   where XLA does not want them: from the start to its last use.
 - On TPU, an argument a second time, as images lie, from its first to its last use by a convolution.
 - What a product repeats of a smaller value, in full, until the reduction that the product is folded into.
+- On CPU, what no product has to be made for, as slices and wider copies of weights, from when it is ready
+  (`xla/cpu/breadth_first.py`), and so are words of random bits and positions of poolings.
 - Every other value that is stored. It is held in the layout it is made in, from the equation that makes it to its first
   use; and in the layout it is used in, while it is used. If only a slice that elementwise readers take themselves is
   between the two layouts, the value stays in the first layout while it is used, too.
@@ -102,7 +104,7 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
     if equation.primitive == "scan_carry" and output == 1:
         assert equation.loop is not None, "boundaries of loops know theirs"
         return equation.loop[1]
-    return group.point
+    return group.ready_at
 
 
 def read_from(group: Group, value: Value) -> int:

@@ -325,7 +325,7 @@ def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
     prices, uses = argument.prices, argument.uses
     loops = [loop for _, use in uses if (loop := use.equation.loop)]
     spans = loops if argument.is_loop_buffer else list(itertools.starmap(use_span, uses))
-    if prices.backend.gathers.arguments_first and spans and (start := around(spans)[0]):
+    if prices.backend.runs_ready_first and spans and (start := around(spans)[0]):
         yield from argument.copies([(0, start)], copied=False)
     if argument.is_loop_buffer:  # a copy of it is the loop's own buffer
         yield from argument.copies(loops, copied=argument.is_copied)
@@ -398,13 +398,13 @@ def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
 @of_outputs
 def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
     """What an operation takes beside its operands and results, while it runs."""
-    group, span = output.group, (output.group.point, output.group.point + 1)
+    group, span = output.group, (output.group.ready_at, output.group.ready_at + 1)
     if output.is_first:
         name = output.prices.backend.name
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
             is_outside = is_outside_chip(name, equation.primitive)
-            sizes = [_shard_bytes(equation, output, strategy) for strategy in output.strategies]
+            sizes = [shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
             on_chip = output.may_be_on_chip and not is_outside
             yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
@@ -413,7 +413,7 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
             yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
 
 
-def _shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:
+def shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:
     """What the operands and results of one equation of a group take on one device."""
     group = output.group
 

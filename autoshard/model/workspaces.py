@@ -20,7 +20,7 @@ from jax.lax import RandomAlgorithm
 from autoshard.model.equations import is_computed
 from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.cpu.narrow_numbers import MOVES_WINDOWS, scatter_copies, window_copies
-from autoshard.model.xla.cpu.pooling import pooling_bytes
+from autoshard.model.xla.cpu.pooling import pooling_bytes, positions_bytes
 from autoshard.model.xla.cpu.sparse_products import product_bytes
 from autoshard.model.xla.gpu.image_copies import copied_bytes
 from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, words_are_apart
@@ -104,10 +104,16 @@ def _threefry_bits(shards: ShardBytes) -> float:
 
     The bits take the place of one of them, if they are as wide. Each of many keys is taken apart and put in order.
     """
+    if not (words := _words(shards)):
+        return 0.0
+    return 16 * words - (shards.whole if shards.itemsize >= 4 else 0) + _KEYS_APART * shards.operands[0]
+
+
+def _words(shards: ShardBytes) -> float:
+    """Words that are encrypted one by one."""
     if _is_drawn_by_hardware(shards.equation):
         return 0.0
-    words = shards.whole / shards.itemsize * max(1, shards.itemsize // 4)
-    return 16 * words - (shards.whole if shards.itemsize >= 4 else 0) + _KEYS_APART * shards.operands[0]
+    return shards.whole / shards.itemsize * max(1, shards.itemsize // 4)
 
 
 def _threefry_keys(shards: ShardBytes) -> float:
@@ -115,6 +121,18 @@ def _threefry_keys(shards: ShardBytes) -> float:
     if _is_drawn_by_hardware(shards.equation):
         return 0.0
     return 1.5 * shards.whole + _KEYS_APART * shards.operands[0]
+
+
+def _kernels_of_all_groups(shards: ShardBytes) -> float:
+    """Kernels of groups get a gradient for every pair of groups, of which XLA then makes another with zeros in it.
+
+    The first is made of transposed copies, which are counted beside this: of what is computed only these are left. By
+    the time of the second they are gone.
+    """
+    groups = shards.equation.params["batch_group_count"]
+    of_pairs = groups * shards.whole if groups > 1 else 0.0
+    gone = sum(size for size, value in zip(shards.operands, shards.equation.inputs, strict=True) if is_computed(value))
+    return max(0.0, of_pairs - gone, 2 * of_pairs - gone - sum(shards.operands))
 
 
 def _is_drawn_by_hardware(equation: Equation) -> bool:
@@ -354,6 +372,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         **dict.fromkeys(("lu", "qr", "schur", "tridiagonal"), copied),
         "approx_top_k": _sorted_on_cpu,
         "bcoo_dot_general": lambda shards: product_bytes(shards.equation, *shards.operands[:2]),
+        "conv_general_dilated": _kernels_of_all_groups,
         "dot_general": _widened_product,
         "eig": copied_and_results,
         "igamma": _until_all_have_settled(27),
@@ -415,6 +434,12 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "sort": _sorted_elements,
         "top_k": _sorted_unread,
     },
+}
+
+# Of what the formulas of CPU count, what is there from before the operation: two words per element, and positions.
+PREPARED: Mapping[str, Formula] = {
+    "random_bits": lambda shards: 8 * _words(shards),
+    "select_and_scatter_add": positions_bytes,
 }
 
 # Sparse matrices: which operands are fetched while the first of their operations runs, as in programs for v5e.

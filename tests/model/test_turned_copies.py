@@ -54,7 +54,7 @@ def test_arguments_are_gathered_at_the_start(monkeypatch):
         layouts = {"in_shardings": (jax.P("x"), jax.P("x")), "out_shardings": jax.P("x")}
         return autoshard.evaluate(stack, [f32(128, 128)] * 6, f32(1024, 128), mesh=mesh_of(AXES), **layouts)
 
-    in_order = replace(backends.CPU, gathers=replace(backends.CPU.gathers, arguments_first=False))
+    in_order = replace(backends.CPU, runs_ready_first=False)
     table = {**backends.BACKENDS, "cpu": in_order}
     assert_low_without(monkeypatch, backends, "BACKENDS", table, made)
 

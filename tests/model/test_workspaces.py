@@ -145,6 +145,26 @@ def test_positions_that_are_left_out_are_caught(monkeypatch):
             assert_pool_as_compiled(name)
 
 
+def of_kernels(images, kernels):
+    def loss(kernels):
+        dims = "NHWC", "HWIO", "NHWC"
+        made = jax.lax.conv_general_dilated(images, kernels, (1, 1), "SAME", None, None, dims, images.shape[-1])
+        return (made**2).sum()
+
+    return jax.grad(loss)(kernels)
+
+
+def assert_depthwise_as_compiled():
+    assert_peak_as_compiled(of_kernels, f32(8, 8, 8, 128), f32(5, 5, 1, 128), rel=0.2, fixed={"images": P("x")})
+
+
+def test_gradients_of_depthwise_kernels_hold_those_of_all_pairs(monkeypatch):
+    assert_depthwise_as_compiled()
+    monkeypatch.delitem(workspaces.WORKSPACES["cpu"], "conv_general_dilated")
+    with pytest.raises(AssertionError):
+        assert_depthwise_as_compiled()
+
+
 MOVES = {
     "reversed": lambda x: jnp.cos(jax.lax.rev(jnp.sin(x), (1,))),
     "padded": lambda x: jnp.cos(jnp.pad(jnp.sin(x), ((0, 0), (1, 1), (0, 0)))),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ def partitioned(
     rules: Sequence[Rule],
     layouts: Mapping[int, Layout],
     mesh: MeshShape,
-    scatters: Callable[[tuple[str, ...]], bool],
+    scatters: Callable[[tuple[str, ...], Any], bool],
     hoists: bool,
     turn_flops: float = 0.0,
 ) -> PartitionedProgram:
@@ -61,7 +62,7 @@ def partitioned(
     Args:
         layouts: value id -> layout, as propagation leaves them.
         mesh: axis -> devices, of more than one.
-        scatters: whether an all_reduce over axes and a slice become a reduce_scatter.
+        scatters: whether an all_reduce over axes, of numbers of a dtype, and a slice become a reduce_scatter.
         hoists: whether what every turn of a loop would reshard alike is resharded once before the loop.
         turn_flops: per byte that goes round, from which on convolutions are made in turns; 0: none is.
     """
@@ -91,7 +92,7 @@ class _ProgramBuilder:
     program: Program
     layouts: dict[int, Layout]
     mesh: MeshShape
-    scatters: Callable[[tuple[str, ...]], bool]
+    scatters: Callable[[tuple[str, ...], Any], bool]
     hoisted: frozenset[tuple[int, Layout]]  # what a loop reads in every turn, and a layout in which it enters as well
     turn_flops: float = 0.0  # per byte that goes round, from which on convolutions are made in turns
     invariant: set[tuple[int, Layout]] = field(default_factory=set)  # what could be hoisted so
@@ -195,7 +196,7 @@ class _ProgramBuilder:
             return
         reduced = tuple(axis for factor in rule.reduction if factor in split for axis in split[factor])
         added = _adds(left, wanted)
-        if reduced and added == set(reduced) and self.scatters(reduced):
+        if reduced and added == set(reduced) and self.scatters(reduced, made.dtype):
             return
         if contracts(equation) and added and added < set(reduced):  # slices first, which the other axes add up
             return

@@ -51,6 +51,7 @@ class Backend:
     number_bytes: int = 0  # that a temporary of one element takes, which lies outside the chip; 0: what it has
     tile: Tile | None = None  # to which the two minor dims of an array are padded
     copies_circles: bool = False  # donated arguments that change places in a circle are all copied, not all but one
+    runs_ready_first: bool = False  # what waits for the least, as gathers of arguments, before all else
     transposes_operands: bool = False  # products want some operands in another order, and copy them
     combining: Combining = field(default_factory=Combining)
     convolutions: Convolutions = field(default_factory=Convolutions)
@@ -89,6 +90,7 @@ SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "s
 _WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites) | {"random_unwrap", "random_wrap"}
+_SUMMED_IN_PARTS = frozenset({"bfloat16", "complex64", "float32"})  # numbers that TPUs reduce_scatter
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
 
 CPU = Backend(
@@ -97,10 +99,10 @@ CPU = Backend(
     chip="cpu",
     measured_on="cpu",
     copies_circles=True,
+    runs_ready_first=True,
     transposes_operands=True,
     combining=Combining(counts=False),  # what a lone all_reduce takes among threads of one process was not measured
     convolutions=Convolutions(flops_share=0.5),
-    gathers=Gathers(arguments_first=True),
     fusion=Fusion(
         taken_in=_MOVED | {"gather"}, overwrites_operands=True, overwritten_by=_IN_PLACE, reshapes_in_place=True
     ),
@@ -169,7 +171,7 @@ V5E = Backend(
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),
     rounding=Rounding(operands=True, before_moves=True, sums_as={"bool": 4}),
-    scatters=Scatters(over_all_up_to=8, chip_rows=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
+    scatters=Scatters(over_all_up_to=8, dtypes=_SUMMED_IN_PARTS, chip_rows=8),  # 2x2 and 2x4; 4x8 and 4x4 have none
     operations=OperationCosts(least_seconds=1.217e-6, product_seconds=1.29e-6, slice_bandwidth_share=0.5),
     sums=Sums(hoists=True, adds_first=True, loops_first=True),
     vector_products=VectorProducts({4: 0.40, 2: 0.26}),
@@ -243,7 +245,7 @@ V5P = replace(
         window_cycles=1320,
         alone_cycles=1085,
     ),
-    scatters=Scatters(over_all_up_to=4, chip_rows=16),  # 2x2x1; 2x2x2 has none
+    scatters=Scatters(over_all_up_to=4, dtypes=_SUMMED_IN_PARTS, chip_rows=16),  # 2x2x1; 2x2x2 has none
     vector_products=VectorProducts({4: 0.35, 2: 0.22}),
 )
 BACKENDS: Mapping[str, Backend] = {backend.chip: backend for backend in (CPU, H100, V5E, V5P)}

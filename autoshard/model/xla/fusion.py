@@ -117,7 +117,7 @@ def recomputation(
         read = users[group.index]
         again = not is_stored and (
             _is_idle(group, read, ones, backend)
-            or _is_repeated(group, read, folded, moved, backend, axes, rows, of_arguments)
+            or _is_repeated(group, users, folded, moved, backend, axes, rows, of_arguments)
         )
         wide = itertools.chain(*(users[user.index] if user.widens else [user] for user in read))
         count = max((steps.get(use.value.id, 0) + (use.value.id in cut) for use in group.uses), default=0)
@@ -250,7 +250,7 @@ def _keeps_elements(equation: Equation) -> bool:
 
 def _is_repeated(
     group: Group,
-    users: Sequence[Group],
+    read_by: Sequence[Sequence[Group]],
     folded: Sequence[bool],
     moved: Container[int],
     backend: Backend,
@@ -262,7 +262,7 @@ def _is_repeated(
 
     Args:
         group: what may be computed again.
-        users: the groups that read what it makes.
+        read_by: per group, the groups that read what it makes.
         folded: per group, whether it is part of the reduction that reads it.
         moved: values that are made of what is moved as it is read.
         backend: the compiler.
@@ -270,7 +270,7 @@ def _is_repeated(
         rows: the kernels that normalise rows.
         of_arguments: values that are made elementwise of arguments.
     """
-    first = group.equations[0].primitive
+    first, users = group.equations[0].primitive, read_by[group.index]
     is_taken = group.fuses or first == "scan_slice" or first in backend.fusion.taken_in
     if not users or not (is_taken or _reduces_few(group, backend, axes)):
         return False
@@ -294,6 +294,9 @@ def _is_repeated(
         reader = user.equations[0]
         if reader.primitive in backend.fusion.taken_in:
             return True
+        reads_other_dims = user.is_view and not group.is_view
+        if reads_other_dims and any(is_matrix_product(one.equations[0]) for one in read_by[user.index]):
+            return False
         reads_views = group.is_view and is_matrix_product(reader)
         if group.fuses and computes_as_it_reduces(reader, group.equations, alone, math.prod(axes)):
             return True

@@ -1,7 +1,7 @@
 """Gathers: what compilers make of all_gathers, and when they run.
 
-XLA's CPU compiler runs first what waits for the least (`BFScheduler` of xla/hlo/transforms): arguments are gathered at
-the start, and all gathered copies are held at once. `tests/model/test_turned_copies.py` compiles a stack of layers.
+XLA's CPU compiler runs first what waits for the least (`cpu/breadth_first.py`): arguments are gathered at the start,
+and all gathered copies are held at once. `tests/model/test_turned_copies.py` compiles a stack of layers.
 
 The TPU compiler makes one all_gather of several, and an all_reduce of one over many devices.
 
@@ -30,7 +30,6 @@ class Gathers:
     several_dims_at_once: bool = False  # several dims, one after the other, in one all_gather over the axes of all
     copies_results: bool = False  # what is gathered for a result is copied into its buffer
     summed_up_to_bytes: float = 0.0  # of the largest gather over all of many devices that becomes an all_reduce
-    arguments_first: bool = False  # arguments are gathered before all else
 
     def sent_as(self, kind: str, devices: int, everywhere: int, size: int) -> str:
         """The collective that XLA makes of one.

@@ -31,14 +31,21 @@ class Scatters:
 
     from_all_reduces: bool = True  # whether an all_reduce and a slice become a reduce_scatter
     over_all_up_to: float = math.inf  # devices of a program: one over all of more is an all_reduce, and a slice
+    dtypes: frozenset[str] = frozenset()  # of sums that are scattered, as others are all_reduced; empty: of any
     chip_rows: int = 0  # of tiles, which a device's slice has to fill to be scattered (`fills_tiles`); 0: any slice is
     by_hand: bool = True  # whether we run those that the compiler does not have, as in programs that `lower` makes
     over_some_axes: bool = False  # whether one over some axes of a sum, and an all_reduce over the others, are a choice
 
 
-def merges_slices(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
+def merges_slices(axes: tuple[str, ...], dtype: Any, mesh: MeshShape, backend: Backend) -> bool:
     """Whether the backend makes one reduce_scatter of an all_reduce over these axes and a slice."""
-    return backend.scatters.from_all_reduces and scatters_at_once(axes, mesh, backend)
+    merges = backend.scatters.from_all_reduces and scatters_at_once(axes, mesh, backend)
+    return merges and is_scattered(dtype, backend)
+
+
+def is_scattered(dtype: Any, backend: Backend) -> bool:
+    """Whether the backend has a reduce_scatter of such numbers. TPU has none of float16 and of integers."""
+    return not backend.scatters.dtypes or np.dtype(dtype).name in backend.scatters.dtypes
 
 
 def scatters_at_once(axes: tuple[str, ...], mesh: MeshShape, backend: Backend) -> bool:
@@ -69,6 +76,8 @@ def sent_slices(
         sizes: devices that talk to each other, per stage.
         dtype: of its elements; complex ones are scattered as their real and imaginary parts.
     """
+    if not is_scattered(dtype, backend):
+        return None
     itemsize = np.dtype(dtype).itemsize
     is_complex = np.issubdtype(dtype, np.complexfloating)
     if is_complex:

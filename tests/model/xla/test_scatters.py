@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from autoshard import plan
 from autoshard.compiled.collectives import read_collectives
 from autoshard.mesh.targets import target_mesh
+from autoshard.model.xla import scatters
 from autoshard.model.xla.backends import backend_of
 from autoshard.model.xla.scatters import merges_slices, sent_slices
 from autoshard.operations import reduce_scatter as form
@@ -37,7 +38,7 @@ def test_sums_over_all_devices(machine, axes):
     found = {one.kind for one in read_collectives(hlo, axes, device_ids=[one.id for one in mesh.devices.flat])}
     abstract = AbstractMesh(tuple(axes.values()), tuple(axes))
     assert math.prod(axes.values()) == mesh.size
-    merged = merges_slices(tuple(axes), axes, backend_of(abstract, machine))
+    merged = merges_slices(tuple(axes), jnp.float32, axes, backend_of(abstract, machine))
     assert found == {"reduce_scatter" if merged else "all_reduce"}
 
 
@@ -153,6 +154,14 @@ def predicted_bytes(shape, dim, devices, dtype, backend) -> dict[str, int]:
 def test_the_least_slices(machine, axes):
     pytest.importorskip("libtpu")
     assert not disagreements(machine, axes)
+
+
+def test_numbers_that_are_summed_whole(monkeypatch):
+    pytest.importorskip("libtpu")
+    machine, axes, dtypes = "v5e:2x4", {"x": 8}, (jnp.float16, jnp.int32)
+    assert not disagreements(machine, axes, [((128, 256), 0)], dtypes)
+    monkeypatch.setattr(scatters, "is_scattered", lambda dtype, backend: True)
+    assert len(disagreements(machine, axes, [((128, 256), 0)], dtypes)) == len(dtypes)
 
 
 @pytest.mark.parametrize("machine, axes", [("v5e:2x4", {"x": 8}), ("v5e:2x4", {"x": 4, "y": 2})])
