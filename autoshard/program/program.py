@@ -48,6 +48,7 @@ from autoshard.program.user_code import Source
 if TYPE_CHECKING:
     from autoshard.program.modules import ModuleChanges
 
+EquationPath = tuple[Any, ...]  # the place of an equation in the nested jaxprs: an index or a name for each level
 dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
 
 
@@ -99,7 +100,7 @@ class Equation:
     inputs: tuple[Value | np.ndarray, ...]  # an array is a literal or a closed-over scalar
     outputs: tuple[Value, ...]
     source: Source | None
-    path: tuple  # where in the nested jaxprs it stands; `lower/` finds the equation by it
+    path: EquationPath  # where in the nested jaxprs it stands; `lower/` finds the equation by it
     trips: int = 1  # how often it runs per step: the product of the loops around it
     guessed: int = 1  # as of values
     loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
@@ -159,14 +160,15 @@ class Program:
     out_tree: Tree
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
-    barriers: frozenset[tuple] = frozenset()  # the paths of these recomputations
+    barriers: frozenset[EquationPath] = frozenset()  # the paths of these recomputations
     # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
-    merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
+    merged: Mapping[EquationPath, int] = field(default_factory=dict, repr=False)
     # The path of an equation of a primitive of the user's own -> what it computes, in JAX's primitives.
-    implementations: Mapping[tuple, ClosedJaxpr] = field(default_factory=dict, repr=False)
+    implementations: Mapping[EquationPath, ClosedJaxpr] = field(default_factory=dict, repr=False)
     loops: tuple[LoopLength, ...] = ()  # of unknown length: how often each `while` is taken to turn
-    apart: frozenset[tuple] = frozenset()  # paths of loops, branches and calls whose bodies JAX traces by themselves
-    inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
+    # Paths of the loops, branches and calls whose bodies JAX traces by themselves.
+    apart: frozenset[EquationPath] = frozenset()
+    inner: frozenset[EquationPath] = frozenset()  # paths of equations that are parts of others, as of a stencil
     microbatches: int = 1  # how many the step runs in, one after the other
     recomputed: str = ""  # what autoshard keeps for the backward pass and what it computes again, in words
     state_on_hosts: bool = False  # whether autoshard keeps arguments in the memory of hosts between steps
@@ -180,7 +182,7 @@ class Program:
     static: Mapping[str | int, Any] = field(default_factory=dict, repr=False)
     types: ExplicitTypes | None = None  # of explicit mode; None if it is no program of explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
-    platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
+    platforms: Mapping[EquationPath, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
     # Argument -> the PartitionSpec that flax keeps beside it; it may name axes that a mesh does not have.
     wishes: Mapping[int, PartitionSpec] = field(default_factory=dict, repr=False)
     changes: ModuleChanges | None = field(default=None, repr=False)  # to nnx modules among the arguments, if there are
@@ -220,7 +222,7 @@ class Program:
             digest.update(str(sorted((i, str(spec)) for i, spec in self.wishes.items())).encode())
         return digest.hexdigest()[:16]
 
-    def scope(self, path: tuple) -> tuple:
+    def scope(self, path: EquationPath) -> EquationPath:
         """The innermost body of `apart` that an equation stands in; () for that of the program."""
         return next((path[:n] for n in range(len(path) - 1, 0, -1) if path[:n] in self.apart), ())
 

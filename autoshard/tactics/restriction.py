@@ -419,7 +419,8 @@ def _is_forbidden(before: np.ndarray, after: np.ndarray, kinds: frozenset[str]) 
     """Where a resharding along one axis is none of these kinds."""
     moves = (before >= 0) & (after >= 0) & (before != after)
     gathers = (before >= 0) & (after < 0)
-    return (moves & ("all_to_all" not in kinds)) | (gathers & ("all_gather" not in kinds))
+    forbidden: np.ndarray = (moves & ("all_to_all" not in kinds)) | (gathers & ("all_gather" not in kinds))
+    return forbidden
 
 
 def _factor_over(strategy: Strategy, axis: str) -> int | None:
