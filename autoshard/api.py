@@ -37,7 +37,7 @@ from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, w
 from autoshard.stage_planning.option_checks import check_combination, check_given, check_statistics
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stages.requests import PipelineRequest
-from autoshard.tactics import TacticLike
+from autoshard.tactics.requests import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
 

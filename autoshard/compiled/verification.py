@@ -104,6 +104,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether collectives and memory are as predicted."""
         return self.collectives_agree and self.memory_agrees
 
     def sections(self) -> list[Section]:

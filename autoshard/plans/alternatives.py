@@ -49,7 +49,7 @@ from autoshard.solver.problem import ForbiddenError, Problem, Solution, Undecide
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
-from autoshard.tactics import batch_dim
+from autoshard.tactics.roles import batch_dim
 
 PLANNED_ROW = "inner layouts planned"  # the second row of an alternative has its name and this
 _EQUAL_SHARE = 0.001  # of the step's seconds; two alternatives that differ by less count as equally fast

@@ -31,7 +31,7 @@ from autoshard.processes.group import PATIENCE, ProcessGroup
 from autoshard.program import Equation, Program
 from autoshard.propagation import Rule
 from autoshard.report.units import bytes_text
-from autoshard.tactics import text_of_tactic
+from autoshard.tactics.requests import text_of_tactic
 from autoshard.user_plan import Plan
 
 _DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")  # JAX lowers them in two ways

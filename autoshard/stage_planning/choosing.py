@@ -39,7 +39,7 @@ from autoshard.stage_search import (
 )
 from autoshard.stages.cutting import CuttableStep, cut
 from autoshard.stages.stage_tactics import StageTactics
-from autoshard.tactics import TacticLike
+from autoshard.tactics.requests import TacticLike
 
 PLANNED_EXACTLY = 2  # of the choices of the search: planned stage by stage until so many fit
 SEARCHES = 4  # at most, each on tables with more planned costs than the one before

@@ -19,9 +19,8 @@ from autoshard.program import Program
 from autoshard.propagation import rules_for
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.stage_layouts import program_of
-from autoshard.tactics import TacticLike
 from autoshard.tactics.parts import PartRoles, StepGroups, StepInterface, StepPart
-from autoshard.tactics.requests import TacticRequests
+from autoshard.tactics.requests import TacticLike, TacticRequests
 from autoshard.tactics.restriction import tactic_requests, within
 from autoshard.tactics.roles import Roles
 
