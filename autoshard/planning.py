@@ -47,7 +47,7 @@ from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
 from autoshard.solver.runtime.budget import Budget
-from autoshard.solver.runtime.cutoff import Cutoff, CutoffReached
+from autoshard.solver.runtime.cutoff import Cutoff, CutoffEnd
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.specs import check_agrees, check_annotations, fixed_layouts, wished_layouts
@@ -334,7 +334,7 @@ def _solved_with_sequences(
         return plain
     try:
         found = _solved(program, rules, options, jit_keywords)
-    except (CutoffReached, SolverError):
+    except (CutoffEnd, SolverError):
         return plain
     best = found if found.cost < plain.cost else plain
     bound = min(found.bound, best.bound)
@@ -397,7 +397,7 @@ def solved(
 
     Raises:
         MemoryLimitError: there is none.
-        CutoffReached: it is proven to take longer than `options.enough`.
+        CutoffEnd: it is proven to take longer than `options.enough`.
     """
     enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
@@ -439,7 +439,7 @@ def cheapest(
         gap: as for `solve_within`. What a solution hides is then not weighed.
 
     Raises:
-        CutoffReached: there is no solution that costs no more than `enough`.
+        CutoffEnd: there is no solution that costs no more than `enough`.
     """
 
     def solve(problem: Problem, budget: Budget | None = None) -> Solution:

@@ -40,7 +40,7 @@ def refusal(conflict: Conflict, split: Microbatches) -> MicrobatchError:
     )
 
 
-class NeedsAhead(Exception):
+class EarlySumNeed(Exception):
     """An equation of the step's own jaxpr needs sums over the batch before microbatches run."""
 
     def __init__(self, conflict: Conflict, wanted: set[Var], sums: frozenset[Var] = frozenset()):

@@ -86,7 +86,7 @@ def formulate(
 
     Args:
         offered: the strategies and homes among which is chosen; None: all.
-        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulatingLate`.
+        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulationTimeout`.
         **how: the rest of what `formulator` takes.
     """
     return formulator(program, rules, mesh, topology, **how)(offered=offered, until=until)

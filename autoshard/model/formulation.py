@@ -23,7 +23,7 @@ import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.model.groups import Group
-from autoshard.model.heap.heap import Elsewhere, Heap
+from autoshard.model.heap.heap import Heap, RelocatedTemporaries
 from autoshard.model.lifetimes import (
     HEAP_OVERHEAD,
     Span,
@@ -155,10 +155,10 @@ class Formulation:
         """Bytes that are in use on one device, per program point, without temporaries that lie elsewhere."""
         return self.in_use(choice) - self.elsewhere(choice).bytes
 
-    def elsewhere(self, choice: Sequence[int]) -> Elsewhere:
+    def elsewhere(self, choice: Sequence[int]) -> RelocatedTemporaries:
         """The temporaries that lie in the chip's own memory, or where results will: whichever leaves the lower peak."""
         in_results = self.lying_in_results(choice)
-        in_place = Elsewhere(in_results, self._sum(in_results, choice))
+        in_place = RelocatedTemporaries(in_results, self._sum(in_results, choice))
         if not (self.heap.on_chip or self.heap.tables) or not (room := self.prices.backend.on_chip_bytes):
             return in_place
         lasts, longest = self._lasts(choice), self.prices.backend.on_chip_seconds
@@ -171,7 +171,7 @@ class Formulation:
         held = np.maximum(0.0, self._sum(small, choice) + self._sum_of_spans(short))
         all_fit = len(small) == len(self.heap.on_chip) and held.max() <= room
         absent = self.heap.tables if all_fit and self.heap.is_outside_empty(choice) else []
-        on_chip = Elsewhere(
+        on_chip = RelocatedTemporaries(
             [*small, *absent],
             np.minimum(held, room) + self._sum(absent, choice),
             np.divide(room, held, out=np.ones_like(held), where=held > room),

@@ -19,7 +19,7 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.pricing.formulation_deadline import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.prediction import Prediction
@@ -59,7 +59,7 @@ def with_limited_overlap(
         return best
     try:
         search = _OverlapSearch(formulation, best, solve, budget, limit)
-    except FormulatingLate:
+    except FormulationTimeout:
         return best
     return search.run(solution)
 

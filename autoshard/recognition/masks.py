@@ -23,7 +23,7 @@ Mask = tuple[Var, Roles, bool]  # its origin, the roles of its dims, and what it
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleKeys:
     """Which keys queries see."""
 
     back: int | None = None  # how many places back at most; None: all
@@ -45,26 +45,26 @@ class _Places:
     offset: int
 
 
-def visible(tree: BodyTree, masks: tuple[Mask, ...], rows: str, keys: str) -> Visible:
+def visible(tree: BodyTree, masks: tuple[Mask, ...], rows: str, keys: str) -> VisibleKeys:
     """What masks say together."""
-    found = Visible()
+    found = VisibleKeys()
     for var, roles, flag in masks:
         reader = _MaskReader(tree, rows, keys)
         try:
             for low, high in reader.seen(var, roles, flag):
                 if low is not None:
-                    found = Visible(found.back, _least(found.ahead, -low), found.rest)
+                    found = VisibleKeys(found.back, _least(found.ahead, -low), found.rest)
                 if high is not None:
-                    found = Visible(_least(found.back, high), found.ahead, found.rest)
+                    found = VisibleKeys(_least(found.back, high), found.ahead, found.rest)
         except LookupError:
             parts = reader.parts(var, roles) if flag else [(var, roles)]
             if len(parts) > 1:
                 more = visible(tree, tuple((one, dims, True) for one, dims in parts), rows, keys)
-                found = Visible(
+                found = VisibleKeys(
                     _least(found.back, more.back), _least(found.ahead, more.ahead), (*found.rest, *more.rest)
                 )
             else:
-                found = Visible(found.back, found.ahead, (*found.rest, (var, roles, flag)))
+                found = VisibleKeys(found.back, found.ahead, (*found.rest, (var, roles, flag)))
     return found
 
 

@@ -70,7 +70,7 @@ class Algorithm(Protocol):
 
         Raises:
             NoChoice: no choice of the part is allowed and fits.
-            TimeUp: time is up.
+            SearchTimeout: time is up.
         """
         ...
 
@@ -123,7 +123,7 @@ class SolverRun:
 
         Raises:
             NoChoice: no choice is allowed and fits.
-            TimeUp: time is up.
+            SearchTimeout: time is up.
         """
         small = self.simplified(incumbent.problem)
         if not fits(small.rest, incumbent.problem.limit):

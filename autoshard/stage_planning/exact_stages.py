@@ -73,7 +73,7 @@ def exact_pipeline(
         until: when planning ends, as `time.monotonic` has it.
 
     Raises:
-        FormulatingLate: it is that late.
+        FormulationTimeout: it is that late.
     """
     facts = schedule_facts(choice.schedule, choice.devices, choice.chunks, choice.microbatches)
     if facts is None:

@@ -20,8 +20,8 @@ from autoshard.microbatches.rows import Microbatches
 from autoshard.microbatches.statistics import in_pieces
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.building import Builder, VariableKeys
-from autoshard.stages.placement.after_loop import AfterLoop, after_loop
 from autoshard.stages.placement.assignment import stages_of
+from autoshard.stages.placement.post_loop import PostLoopPlacement, post_loop_placement
 from autoshard.stages.placement.recomputing import ApartStep, CutChoice
 from autoshard.stages.placement.residuals import kept_values
 from autoshard.stages.programs import ArgumentPiece, Key, StagePrograms
@@ -321,7 +321,7 @@ class _Cut:
         """Of an argument or piece, or of what an `after` program makes."""
         return self.names.outside.get(var) or self.names.late(var)
 
-    def after(self) -> tuple[tuple[Any, ...], AfterLoop]:
+    def after(self) -> tuple[tuple[Any, ...], PostLoopPlacement]:
         step, equations = self.step, self.step.equations
         results = [part for atom in variables(self.jaxpr.outvars) for part in self.apart.joined.get(atom, (atom,))]
         loop = {*step.needs.sums, *step.needs.rows}
@@ -337,7 +337,7 @@ class _Cut:
             todo += variables(equations[i].invars)
         located = {var: self.stages[self.roles.makers[var]] for var in loop}
         located |= self.parameter_homes()
-        placed = after_loop(
+        placed = post_loop_placement(
             {i: equations[i] for i in sorted(chosen)}, located, self.carried_pairs(), self.outside, self.count - 1
         )
         return self.builder.after_programs(placed, results, located), placed

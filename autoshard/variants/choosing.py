@@ -15,7 +15,7 @@ from autoshard.errors import ConflictError, MemoryLimitError, MicrobatchError, o
 from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.solver.problem import UndecidedError
-from autoshard.solver.runtime.cutoff import CutoffReached
+from autoshard.solver.runtime.cutoff import CutoffEnd
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -89,12 +89,12 @@ def fastest(
     Its bound is that of all variants: none of those that fit is proven to be faster than that.
 
     Args:
-        planned: plans a program, and may raise `CutoffReached` once it is proven to take more than so many seconds.
+        planned: plans a program, and may raise `CutoffEnd` once it is proven to take more than so many seconds.
         given: the plan that the user gave, which is for one of the variants.
         enough: seconds per step: variants that are proven to take more are not wanted.
 
     Raises:
-        CutoffReached: all that fit are proven to take more than is enough.
+        CutoffEnd: all that fit are proven to take more than is enough.
         MemoryLimitError: no variant fits.
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
         UndecidedError: none was found to fit in time.
@@ -175,7 +175,7 @@ class _VariantSearch(Generic[Planned]):
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
         self.late: list[UndecidedError] = []  # of the variants of which it was not found in time whether they fit
-        self.slow: list[CutoffReached] = []  # what is proven of variants that nobody would want
+        self.slow: list[CutoffEnd] = []  # what is proven of variants that nobody would want
 
     def fastest(self) -> Planned:
         asked = self.wishes.microbatches
@@ -202,7 +202,7 @@ class _VariantSearch(Generic[Planned]):
         return proven(self.best, min(self.bounds))
 
     @staticmethod
-    def bound_of(slow: Sequence[CutoffReached]) -> float:
+    def bound_of(slow: Sequence[CutoffEnd]) -> float:
         return min((one.bound for one in slow), default=math.inf)
 
     @property
@@ -290,7 +290,7 @@ class _VariantSearch(Generic[Planned]):
             self.late.append(late)
             self.bounds.append(late.bound)
             return None
-        except CutoffReached as slow:
+        except CutoffEnd as slow:
             self.slow.append(slow)
             self.bounds.append(slow.bound)
             return slow.bound

@@ -25,7 +25,7 @@ from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import Claims, text_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
-from autoshard.solver.runtime.cutoff import CutoffReached
+from autoshard.solver.runtime.cutoff import CutoffEnd
 from autoshard.user_plan import Plan
 from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest, proven
 from autoshard.variants.variant import StepVariants, Variant
@@ -92,7 +92,7 @@ class OpenChoice(Generic[Planned]):
             enough = known.cost * (1 - LEAST_GAIN)
             found = self._within(target, {}, enough)
             return found if found.cost <= enough else None
-        except (CutoffReached, MemoryLimitError, SolverError):
+        except (CutoffEnd, MemoryLimitError, SolverError):
             return None
 
     def confirmed(self, error: MemoryLimitError) -> MemoryLimitError:

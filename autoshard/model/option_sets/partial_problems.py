@@ -19,7 +19,7 @@ from autoshard.layout import MeshShape
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.option_set import OptionSet, Partition, RowOptionSet, place_of
-from autoshard.model.pricing.formulation_deadline import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.program import Program
 from autoshard.solver.searches.search_run import Search
 
@@ -63,7 +63,7 @@ def in_time(mesh: MeshShape, formulated: Callable[..., Formulation], until: floa
         return formulated()
     try:
         return formulated(until=until)
-    except FormulatingLate:
+    except FormulationTimeout:
         return _as_one_axis(mesh, formulated)
 
 
@@ -95,7 +95,7 @@ def in_parts(
     partitions = coarse_partitions(axes)
     try:
         part = formulated(offered=OptionSet(partitions), until=until)
-    except FormulatingLate:
+    except FormulationTimeout:
         return _as_one_axis(mesh, formulated)
     try:
         for _ in range(REFINEMENTS):
@@ -104,7 +104,7 @@ def in_parts(
             part = formulated(offered=near, until=until)
     except SolverError:
         pass  # whoever solves the part says what is wrong
-    except FormulatingLate:
+    except FormulationTimeout:
         part = replace(part, restrictions=(*part.restrictions, LATE_REMARK), is_late=True)
     return replace(part, least=least_seconds(part))
 

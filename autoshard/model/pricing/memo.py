@@ -24,7 +24,7 @@ class Memo:
 
     @contextlib.contextmanager
     def ending(self, until: float) -> Iterator[None]:
-        """While it lasts, whatever is made past that time raises `FormulatingLate`."""
+        """While it lasts, whatever is made past that time raises `FormulationTimeout`."""
         self.tick = ends_at(until)
         try:
             yield
