@@ -381,7 +381,7 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:
         """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""
         choice = self._open_choice(traced, options)
-        if self._given is not None or choice.is_one:
+        if self._given is not None or choice.is_single:
             return choice.planned(self._given)
         later = None if traced.closes_over_tracers else replace(choice, options=self._options)
         return replace(choice.fastest(), choice=later)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import key_of, load_plan, store_plan
-from autoshard.compiled.memory_check import MemoryWarning, is_over, over_limit_error, with_rounding, within_limit
+from autoshard.compiled.memory_check import MemoryWarning, fitting_plan, is_over, over_limit_error, with_rounding
 from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError, warn
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
@@ -22,7 +22,7 @@ from autoshard.lower.on_shards import check_plan
 from autoshard.model.formulating import formulator
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.option_sets.partial_problems import in_parts, in_time, is_too_large
+from autoshard.model.option_sets.partial_problems import formulated_near_best_choice, in_time, is_too_large
 from autoshard.model.pricing.formulation_deadline import formulating_ends
 from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
@@ -30,7 +30,7 @@ from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of, no_dearer_than_data_parallel
 from autoshard.plans.chosen_options import prediction_of
-from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
+from autoshard.plans.limited_overlap import at_limited_overlap, with_limited_overlap
 from autoshard.plans.make_plan import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
@@ -107,7 +107,7 @@ def checked(
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
         agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
-        made = within_limit(plan, options.memory, compiled, replanned, agreed, others, options.untried)
+        made = fitting_plan(plan, options.memory, compiled, replanned, agreed, others, options.untried)
         if before is not None and others is None and made is not plan:
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
@@ -272,7 +272,7 @@ def formulated(
     if options.tactics:
         return options.restricts(make(), options.tactics, mesh_shape)
     if is_too_large(program, mesh_shape):
-        return in_parts(mesh_shape, make, options.time_limit, options.search, until)
+        return formulated_near_best_choice(mesh_shape, make, options.time_limit, options.search, until)
     return in_time(mesh_shape, make, until)
 
 
@@ -413,7 +413,7 @@ def _leanest(program: Program, formulation: Formulation, error: InfeasibleError,
     if math.isinf(error.needed) or error.choice is None:
         return None
     figures = prediction_of(formulation, error.choice)
-    solution = at_its_price(Solution(error.choice, 0.0, 0.0, "feasible"), figures)
+    solution = at_limited_overlap(Solution(error.choice, 0.0, 0.0, "feasible"), figures)
     return lowered(program, Plan.of(described(formulation, solution, options)), {})
 
 
@@ -452,7 +452,7 @@ def cheapest(
     def searched() -> Solution:
         found = solve(formulation.problem)
         if gap or time.monotonic() > until:
-            return at_its_price(found, prediction_of(formulation, found.choice))
+            return at_limited_overlap(found, prediction_of(formulation, found.choice))
         budget = Budget.of(time_limit, until)
         budget = replace(budget, work=OVERLAP_SHARE * budget.work)
         return with_limited_overlap(formulation, found, solve, budget, limit)

@@ -45,7 +45,7 @@ class MemoryWarning(UserWarning):
     """
 
 
-def within_limit(
+def fitting_plan(
     plan: AnyPlan,
     limit: float,
     compiled: Compiler[AnyPlan],

@@ -53,7 +53,7 @@ class EarlySumNeed(Exception):
         self.conflict, self.vars, self.sums = conflict, wanted, sums
 
 
-def sums_behind(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation]) -> set[Var]:
+def batch_sums_of(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation]) -> set[Var]:
     """The sums over the batch that these values are made of."""
     makers = {made: eqn for eqn in jaxpr.eqns for made in eqn.outvars}
     todo, found, seen = list(late), set[Var](), set[Var]()

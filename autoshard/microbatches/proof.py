@@ -34,10 +34,10 @@ from autoshard.microbatches.conflicts import (
     NEEDS_SUMS,
     Conflict,
     EarlySumNeed,
+    batch_sums_of,
     is_of_batch_alone,
     paired_equations,
     refusal,
-    sums_behind,
 )
 from autoshard.microbatches.relations import (
     OWN,
@@ -62,7 +62,7 @@ from autoshard.microbatches.relations import (
 )
 from autoshard.microbatches.row_numbers import reads_positions, row_column
 from autoshard.microbatches.rows import Microbatches
-from autoshard.microbatches.statistics import RunningStates, changed_states, is_backward, late_behind, remark_of
+from autoshard.microbatches.statistics import RunningStates, changed_states, is_backward, late_inputs, remark_of
 from autoshard.program import Equation, Value
 from autoshard.program.reader import kind_of
 from autoshard.program.user_code import source_of
@@ -182,11 +182,11 @@ class _ProofWalk:
         for i, (eqn, small) in enumerate(pairs):
             relations = [_read(env, atom) for atom in eqn.invars]
             if Invariant.OWN in relations:
-                self.scaled |= late_behind(eqn, self.makers, env)
+                self.scaled |= late_inputs(eqn, self.makers, env)
             try:
                 found, place = self.placed(eqn, small, relations, (i,))
             except EarlySumNeed as needed:
-                late = sums_behind(needed.vars, whole.jaxpr, env)
+                late = batch_sums_of(needed.vars, whole.jaxpr, env)
                 again = EarlySumNeed(needed.conflict, late, sums_of(env[var] for var in late))
                 if not self.may_be_own(whole.jaxpr, again):
                     raise again from None

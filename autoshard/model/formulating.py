@@ -25,8 +25,8 @@ from autoshard.model.heap.result_places import (
     copied_for_others,
     copied_results,
     copied_when_donated,
+    donations_not_overwritten,
     looped,
-    made_apart,
     returned,
     taking_places,
     updated_in_loops,
@@ -168,7 +168,7 @@ class _Formulator:
         self.copied = copied_results(program, groups, prices.backend.operations)
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
         self.reads = program.reads + Counter(self.result_ids)
-        self.apart = made_apart(program, groups, backend.fusion)
+        self.apart = donations_not_overwritten(program, groups, backend.fusion)
         # after all equations results are moved to their places
         self.looped, self.end = looped(program), len(program.equations) + 1
 
@@ -387,7 +387,7 @@ class _Formulator:
         """The same as `_connect_readers`, with an edge from the node that makes the value."""
         readers = self.readers[value.id]
         narrow = narrow_groups(readers, value, self.prices.widths)
-        apart = self._copies_apart(leaves, readers, narrow)
+        apart = self._narrow_copies(leaves, readers, narrow)
         computed_again = group.point if group.lies_nowhere else None
         holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)
         table = self.prices.table(value, leaves, wants, alone)
@@ -447,7 +447,7 @@ class _Formulator:
                 )
         return holder, wants
 
-    def _copies_apart(
+    def _narrow_copies(
         self, leaves: tuple[Layout, ...], readers: Sequence[ValueReader], narrow: tuple[Group, ...]
     ) -> tuple[tuple[Layout, Layout], ...]:
         """How a value may be left and a copy for those alone who read fewer bits of it; none if nobody does."""

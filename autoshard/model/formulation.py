@@ -112,18 +112,18 @@ class Formulation:
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
-        return int(self.in_use(choice).max())
+        return int(self.bytes_in_use(choice).max())
 
     def accepted_peak(self, choice: Sequence[int]) -> int:
         """The peak that the memory limit is held against."""
-        return int(self.accepted_in_use(choice).max())
+        return int(self.accepted_bytes_in_use(choice).max())
 
-    def accepted_in_use(self, choice: Sequence[int]) -> np.ndarray:
+    def accepted_bytes_in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that the memory limit is held against, per program point."""
         if self.is_limit_small:
-            return self.in_use_outside_chip(choice)
-        in_use = self.in_use(choice)
-        return in_use - self._sum(self.lying_in_results(choice), choice) if self.is_room_large else in_use
+            return self.bytes_in_use_outside_chip(choice)
+        bytes_in_use = self.bytes_in_use(choice)
+        return bytes_in_use - self._sum(self.lying_in_results(choice), choice) if self.is_room_large else bytes_in_use
 
     def lying_in_results(self, choice: Sequence[int]) -> list[Live]:
         """The temporaries that lie where results will."""
@@ -149,11 +149,11 @@ class Formulation:
         Large limits are held against what lies in the chip, too, since no row of a `Problem` knows which temporaries
         live when. `memory_limit.py` looks at the problem without what may lie elsewhere first.
         """
-        return int(self.in_use_outside_chip(choice).max())
+        return int(self.bytes_in_use_outside_chip(choice).max())
 
-    def in_use_outside_chip(self, choice: Sequence[int]) -> np.ndarray:
+    def bytes_in_use_outside_chip(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point, without temporaries that lie elsewhere."""
-        return self.in_use(choice) - self.elsewhere(choice).bytes
+        return self.bytes_in_use(choice) - self.elsewhere(choice).bytes
 
     def elsewhere(self, choice: Sequence[int]) -> RelocatedTemporaries:
         """The temporaries that lie in the chip's own memory, or where results will: whichever leaves the lower peak."""
@@ -176,12 +176,12 @@ class Formulation:
             np.minimum(held, room) + self._sum(absent, choice),
             np.divide(room, held, out=np.ones_like(held), where=held > room),
         )
-        in_use = self.in_use(choice)
-        return min(on_chip, in_place, key=lambda one: float((in_use - one.bytes).max()))
+        bytes_in_use = self.bytes_in_use(choice)
+        return min(on_chip, in_place, key=lambda one: float((bytes_in_use - one.bytes).max()))
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
         """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
-        over = self.in_use(choice) > limit
+        over = self.bytes_in_use(choice) > limit
         kinds = set()
         for resharding in self.reshardings:
             extra = resharding.extra(*resharding.layouts(choice), self.prices)
@@ -190,7 +190,7 @@ class Formulation:
                 kinds.add(resharding.kind)
         return [resharding for resharding in self.reshardings if resharding.kind in kinds]
 
-    def in_use(self, choice: Sequence[int]) -> np.ndarray:
+    def bytes_in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
         return self._sum(self.problem.lives, choice) + self._in_use_by_reshardings(choice)
 
@@ -242,9 +242,9 @@ class Formulation:
             end = resharding.used[1]
             if resharding.counts_wanted:
                 less = -self.prices.arrays.local_bytes(resharding.value, wanted)
-                yield _ExtraLife((resharding.used_until(resharding.users, last), end), less, resharding.used)
+                yield _ExtraLife((resharding.end_of_use(resharding.users, last), end), less, resharding.used)
             elif left != wanted:
-                end = resharding.used_until(resharding.copied_to(choice), last)
+                end = resharding.end_of_use(resharding.copied_to(choice), last)
             start, first = resharding.starts(extra), resharding.begins(extra)
             yield _ExtraLife((first, first + 1), extra.first, (first, first + 1))
             yield _ExtraLife((start, end), extra.then, (start, end))

@@ -175,7 +175,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     summed = {factor for factor, _ in partial}
     is_known = any(0 in use.value.shape and summed & _factors_in(use.dims) for use in group.uses)  # sums of nothing
     if not partial or is_known or all(0 in made.value.shape for made in group.outputs):
-        yield leaves, _handed_out(group, mesh)
+        yield leaves, _results_from_one_device(group, mesh)
         return
     elements = [
         math.prod(local_shape(made.value.shape, layout, mesh))
@@ -239,7 +239,7 @@ def _factors_in(dims: FactorDims) -> set[int]:
     return {factor for dim in dims for factor in dim}
 
 
-def _handed_out(group: Group, mesh: MeshShape) -> tuple[Finish, ...]:
+def _results_from_one_device(group: Group, mesh: MeshShape) -> tuple[Finish, ...]:
     """The all_reduces by which all devices get what one has, as the results of a callback."""
     (first, *_) = group.equations
     axes = tuple(axis for axis, devices in mesh.items() if devices > 1)

@@ -54,7 +54,7 @@ def with_limited_overlap(
         budget: what all of it may take.
         limit: the most bytes that a choice may hold, reshardings included; None: as many as it takes.
     """
-    best = at_its_price(solution, prediction_of(formulation, solution.choice))
+    best = at_limited_overlap(solution, prediction_of(formulation, solution.choice))
     if best.cost <= solution.cost:
         return best
     try:
@@ -64,7 +64,7 @@ def with_limited_overlap(
     return search.run(solution)
 
 
-def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
+def at_limited_overlap(solution: Solution, predicted: Prediction) -> Solution:
     """A solution at what it costs if no more is hidden than there is compute."""
     if predicted.communication_seconds <= solution.cost:
         return solution

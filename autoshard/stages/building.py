@@ -69,7 +69,7 @@ class Builder:
                 found.add(i)
         return frozenset(found)
 
-    def outside_behind(self, wanted: Iterable[Var]) -> list[Var]:
+    def sources_before_loop(self, wanted: Iterable[Var]) -> list[Var]:
         """The arguments, pieces and constants that values known before the loop are made of."""
         todo, seen = list(wanted), dict[Var, None]()
         while todo:

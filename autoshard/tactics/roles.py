@@ -155,7 +155,7 @@ class Roles:
         heads = set[Factor]()
         for group in self.groups:
             if group.equations[0].primitive in _PRODUCTS and not self._reads_state(group) and len(group.uses) > 1:
-                heads |= self._in_all(group) & features
+                heads |= self._dims_of_whole_group(group) & features
         found: dict[Factor, Dim] = {}
         kinds = (
             (batch, Dim.BATCH),
@@ -178,7 +178,7 @@ class Roles:
                     if reader.group is not None and reader.use is not None and reader.use.dims[dim]:
                         yield self.dim_of(reader.group, reader.use.dims[dim][0])
 
-    def _in_all(self, group: Group) -> set[Factor]:
+    def _dims_of_whole_group(self, group: Group) -> set[Factor]:
         """The dims of the step that all operands and results of a group have, as one factor."""
         tensors = [*(use.dims for use in group.uses), *(made.dims for made in group.outputs)]
         return self._dims(group, set.intersection(*(_factors([dims]) for dims in tensors)))
@@ -205,7 +205,7 @@ class Roles:
 
     def _work_on_activations(self, group: Group, updates: set[int]) -> GroupRole:
         if self._is_weight_product(group):
-            is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._in_all(group))
+            is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._dims_of_whole_group(group))
             return GroupRole.EXPERT if is_expert else GroupRole.PRODUCT
         rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
         readers = [r for made in group.outputs for r in self.step.readers[made.value.id]]

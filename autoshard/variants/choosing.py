@@ -54,7 +54,7 @@ class Wishes:
         moves = recomputes and options.topology.host_bandwidth is not None
         return cls(mesh, options.microbatches, recomputes, memory, options.ends, moves)
 
-    def is_one(self, variants: StepVariants) -> bool:
+    def is_single(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""
         return self.microbatches == 1 and not self.recomputes and not self.may_rewrite(variants, Variant())
 

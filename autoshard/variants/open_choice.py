@@ -47,9 +47,9 @@ class OpenChoice(Generic[Planned]):
     group: ProcessGroup | None  # processes that share the mesh: they plan the same variants, whatever their clocks say
 
     @property
-    def is_one(self) -> bool:
+    def is_single(self) -> bool:
         """Whether nothing is open."""
-        return self._wishes().is_one(self.variants)
+        return self._wishes().is_single(self.variants)
 
     def may_be_rewritten(self, variant: Variant) -> bool:
         """Whether a variant may be planned with stacks of matrices, or with trips that devices share out."""

@@ -76,7 +76,7 @@ def _axes_of(mesh: MeshShape) -> list[str]:
     return [axis for axis, size in mesh.items() if size > 1]
 
 
-def in_parts(
+def formulated_near_best_choice(
     mesh: MeshShape,
     formulated: Callable[..., Formulation],
     time_limit: float,

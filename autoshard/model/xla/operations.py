@@ -58,7 +58,7 @@ class OperationCosts:
             read = {made.value.id for made in group.outputs}
             extra = group.counts_turns + sum(kernels_beside(equation, read) for equation in group.equations)
         else:
-            extra += sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
+            extra += sum(map(_extra_operations, group.equations)) + _operations_before_loop(group)
         inside = self.least_seconds * extra
         if group.is_normalising:
             return 0.0
@@ -223,7 +223,9 @@ def beginning(groups: Sequence[Group], repeated: Sequence[bool]) -> list[bool]:
     return found
 
 
-def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]) -> list[bool]:
+def runs_before_readers(
+    groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]
+) -> list[bool]:
     """Per group, whether readers would compute it again, but for that they repeat it along a dim: it runs before them.
 
     Args:
@@ -240,7 +242,7 @@ def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], rep
     return found
 
 
-def _operations_ahead(group: Group) -> int:
+def _operations_before_loop(group: Group) -> int:
     """How many operations run before the loop of a group, on less than the loop goes over and repeats."""
     if not group.fuses or len(group.equations) == 1:
         return 0
@@ -287,7 +289,7 @@ def _computes(equation: Equation) -> bool:
     return facts_of(equation.primitive).work is not FlopRule.NONE
 
 
-def running_beside(
+def joined_operands(
     groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool], *, sums_as_made: bool = False
 ) -> list[frozenset[int] | None]:
     """Per group, what earlier ones read that run in one operation with it: all go over one array, and none waits.
@@ -317,7 +319,7 @@ def running_beside(
         if repeated[group.index]:
             stored.update((made.value.id, read) for made in group.outputs)
             continue
-        over = None if ending[group.index] else _goes_over(group)
+        over = None if ending[group.index] else _loop_extent(group)
         if over is None:
             continue
         waits_for, least = _awaited(group.index, reads)
@@ -354,7 +356,7 @@ def _kinds(group: Group) -> set[object]:
     return {made.value.dtype for made in group.outputs}
 
 
-def _goes_over(group: Group) -> tuple | None:
+def _loop_extent(group: Group) -> tuple | None:
     """What elementwise work and reductions have in common that run in one loop; None of any other group."""
     (first, *_) = group.equations
     values = [use.value for use in group.uses]

@@ -159,7 +159,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         if rounding.operands
         and group.contracts
         and group.outputs[0].value.id not in results
-        and _goes_on(group, readers[group.outputs[0].value.id], kept)
+        and _reader_is_fused(group, readers[group.outputs[0].value.id], kept)
     }
     return Widths(frozenset(kept), moved, reading, shared, frozenset(fused), rounding)
 
@@ -171,7 +171,7 @@ def _converts(equation: Equation) -> bool:
     return all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*equation.inputs, *equation.outputs))
 
 
-def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
+def _reader_is_fused(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
     """Whether XLA fuses the one reader of a product into the product, and stores what the reader makes."""
     if len(users) != 1 or not users[0].fuses:
         return False

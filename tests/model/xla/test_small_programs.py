@@ -83,12 +83,12 @@ def rounds_no_stacks(patch):
 
 
 def nothing_runs_ahead(patch):
-    patch.setattr(operations, "_operations_ahead", lambda group: 0)
-    patch.setattr(grouping, "running_ahead", lambda groups, users, repeated: [False] * len(groups))
+    patch.setattr(operations, "_operations_before_loop", lambda group: 0)
+    patch.setattr(grouping, "runs_before_readers", lambda groups, users, repeated: [False] * len(groups))
 
 
 def nothing_runs_beside(patch):
-    patch.setattr(grouping, "running_beside", lambda groups, *_, **how: [None] * len(groups))
+    patch.setattr(grouping, "joined_operands", lambda groups, *_, **how: [None] * len(groups))
 
 
 def every_product_fills_the_unit(patch):

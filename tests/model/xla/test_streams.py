@@ -163,7 +163,7 @@ def test_arrays_of_one_operation_are_read_once(monkeypatch):
     shapes = [array(*LARGE)] * 2
     predicted, compiled = seconds(gated, shapes)
     assert 1 / WITHIN <= predicted / compiled <= WITHIN
-    monkeypatch.setattr(grouping, "running_beside", lambda groups, *_, **how: [None] * len(groups))
+    monkeypatch.setattr(grouping, "joined_operands", lambda groups, *_, **how: [None] * len(groups))
     assert foreseen(gated, shapes) > 1.3 * predicted
 
 

@@ -49,11 +49,11 @@ def kept_between(program: Program, groups: Sequence[Group], room: float) -> dict
         for value in (made.value for made in group.outputs):
             if value.id not in outside and value.id in last:
                 lives[value.id] = group.point, max(group.point, last[value.id]), value.bytes
-    together = zip(lives, _most_at_once(list(lives.values())), strict=True)
+    together = zip(lives, _peak_while_alive(list(lives.values())), strict=True)
     return {value: most for value, most in together if 0 < most < _CROWDED * room}
 
 
-def _most_at_once(lives: Sequence[tuple[int, int, int]]) -> list[int]:
+def _peak_while_alive(lives: Sequence[tuple[int, int, int]]) -> list[int]:
     """Per life, from its first point to its last and of so many bytes, the most bytes while it lasts.
 
     Lives that are much longer than it do not count.
