@@ -8,9 +8,9 @@ from autoshard.errors import MicrobatchError
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autoshard.microbatches.relations import Invariant, PartialResult, Relation
 from autoshard.microbatches.rows import Microbatches
+from autoshard.primitives import CONTRACTIONS
 from autoshard.program.user_code import source_of
 
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 NEEDS_SUMS = "needs what only all microbatches together tell, a sum over the batch"
 
 
@@ -87,7 +87,7 @@ def is_of_batch_alone(jaxpr: Jaxpr, var: Var, split: Microbatches) -> bool:
 
 
 def _multiplies(eqn: JaxprEqn) -> Iterable[bool]:
-    yield eqn.primitive.name in _PRODUCTS
+    yield eqn.primitive.name in CONTRACTIONS
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else [value]:
             inner = one.jaxpr if isinstance(one, ClosedJaxpr) else one

@@ -28,6 +28,7 @@ from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.model.xla.units.rows import gathered_bytes, scattered_bytes
 from autoshard.model.xla.units.work_numbers import is_listed, sorts_in_halves
+from autoshard.primitives import INCOMPLETE_GAMMAS
 from autoshard.program import Equation, Value
 
 
@@ -383,7 +384,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "dot_general": _cublas_workspace_bytes,
         "fft": _spectra,
         **dict.fromkeys(("geqp3", "geqrf", "householder_product", "tridiagonal"), copied),
-        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled(13.5)),
+        **dict.fromkeys(INCOMPLETE_GAMMAS, _until_all_have_settled(13.5)),
         "lu": copied,
         "ormqr": lambda shards: copied(shards, -1),
         "qr": lambda shards: shards.results[0],

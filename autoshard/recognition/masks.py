@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
+from autoshard.primitives import VIEWS
 from autoshard.recognition.bodies import Atom, BodyTree
 from autoshard.recognition.small_arrays import Roles
 
@@ -124,7 +125,7 @@ class _MaskReader:
             return self.of_constant(array == flag, roles)
         eqn = self.maker(atom)
         name = eqn.primitive.name
-        if name in ("broadcast_in_dim", "transpose", "reshape", "squeeze"):
+        if name in VIEWS:
             return self.seen(eqn.invars[0], self.under(eqn, roles), flag)
         if name == "not":
             return self.seen(eqn.invars[0], roles, not flag)
@@ -205,7 +206,7 @@ class _MaskReader:
         if name == "iota":
             dim = roles[params["dimension"]]
             return _Places(int(dim == (self.rows,)), int(dim == (self.keys,)), 0) if self.is_place(dim) else _none()
-        if name in ("broadcast_in_dim", "transpose", "reshape", "squeeze"):
+        if name in VIEWS:
             operand = eqn.invars[0]
             return self.places(operand, self.under(eqn, roles) if aval_of(operand).shape else ())
         if name in ("convert_element_type", "copy", "stop_gradient"):

@@ -33,7 +33,7 @@ from autoshard.model.xla.tiles import Tile
 from autoshard.model.xla.units.matrix_unit import MatrixUnit
 from autoshard.model.xla.units.streams import Streams
 from autoshard.model.xla.units.vector_unit import VectorUnit
-from autoshard.primitives import primitives_where
+from autoshard.primitives import WINDOW_REDUCTIONS, primitives_where
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,6 @@ class Backend:
 _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
 SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
-_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites) | {"random_unwrap", "random_wrap"}
 _KINDS_BEHIND_COMPUTE = ("all_gather", "all_reduce", "reduce_scatter")
@@ -115,7 +114,7 @@ H100 = Backend(
     usable=0.7,
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
-        takes_in=_LOOPS | SCATTERS | _WINDOWS | {"gather", "sort"},
+        takes_in=_LOOPS | SCATTERS | WINDOW_REDUCTIONS | {"gather", "sort"},
         taken_in=_SLICES | {"concatenate", "gather", "pad"},
         stores_scattered=True,
         reduces_apart_from=32,

@@ -36,7 +36,7 @@ from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group, StackWriter
 from autoshard.model.xla.gpu.library_kernels import kernels_beside
 from autoshard.model.xla.products import multiplies_vector, product_sizes
-from autoshard.primitives import FlopRule, facts_of
+from autoshard.primitives import INCOMPLETE_GAMMAS, FlopRule, facts_of
 from autoshard.program import Equation, Program, Value
 
 KERNEL_SECONDS = 2e-6  # from one kernel of a GPU to the next, however little they do; 1.0 to 2.8 by kind
@@ -173,7 +173,7 @@ def _extra_operations(equation: Equation) -> int:
 # a key, copying images, and the turns of loops that run until the last element has settled.
 _EXTRA_OPERATIONS = {
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_window_sum"), 1),
-    **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 13),  # of loops that turn once by libtpu's count
+    **dict.fromkeys(INCOMPLETE_GAMMAS, 13),  # of loops that turn once by libtpu's count
     "regularized_incomplete_beta": 6,  # of a loop that turns once, too
     "conv_general_dilated": 2,
     "gather": 2,
