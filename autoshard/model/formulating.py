@@ -104,9 +104,9 @@ def formulator(
     backend: Backend = CPU,
     moves_views: bool = False,
 ) -> Callable[..., Formulation]:
-    """What makes problems of `program`, as many as are asked for: `offered=` and `until=`, as for `formulate`.
+    """A function that makes problems of `program`, with `offered=` and `until=` as for `formulate`.
 
-    What they have in common is found when the first is asked for.
+    The first call computes what all problems share.
 
     Args:
         program: the traced step.
@@ -158,7 +158,7 @@ class _Formulator:
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
-        self.heap = Heap()  # what of these are temporaries and results
+        self.heap = Heap()  # the lives of temporaries and results
         self.tables = ResultTables(backend, math.prod(prices.mesh.values()))
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
@@ -169,7 +169,7 @@ class _Formulator:
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
         self.reads = program.reads + Counter(self.result_ids)
         self.apart = donations_not_overwritten(program, groups, backend.fusion)
-        # after all equations results are moved to their places
+        # results are moved to their layouts after all equations
         self.looped, self.end = looped(program), len(program.equations) + 1
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -231,7 +231,7 @@ class _Formulator:
             moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
             rounded = value.id in self.prices.rounded
             what = value.shape, value.on_host, *traits, rounded, *moving, self.prices.turns.get(value.id)
-            # a size in memory, if it arrives anew every step
+            # the bytes of the argument, if every step gets a new one
             stored = None if index in staying else self.prices.widths.stored(value)
             copies = self.copied.get(value.id, (0, 0.0))
 
@@ -347,7 +347,7 @@ class _Formulator:
         alone = readers[0].copied_for if len(readers) == 1 else None
         if self.prices.mesh:
             holder, wants = self._connect_value(node, group, value, leaves, alone)
-        else:  # on one device nothing is resharded
+        else:  # one device reshards nothing
             holder, wants = readers[0].node, readers[0].wants
         if held.used is None:
             return
@@ -369,7 +369,7 @@ class _Formulator:
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
     def _move_to_places(self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...]) -> None:
-        """Notes that a result stands beside its buffer where it is not left as the argument lies that it replaces."""
+        """Counts a result beside the donated buffer if its layout differs from that of the argument."""
         ends = [use_span(*use)[1] for use in uses_of(self.readers[value.id])]
         used = self.written[value.id].point, max([group.point + 1, *ends]) + 1
         for reader in self.readers[value.id]:
@@ -384,7 +384,7 @@ class _Formulator:
     def _connect_value(
         self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...], alone: Readers
     ) -> tuple[int, tuple[Layout, ...]]:
-        """The same as `_connect_readers`, with an edge from the node that makes the value."""
+        """As `_connect_readers`, with an edge from the node that makes the value."""
         readers = self.readers[value.id]
         narrow = narrow_groups(readers, value, self.prices.widths)
         apart = self._narrow_copies(leaves, readers, narrow)
@@ -394,9 +394,9 @@ class _Formulator:
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
             table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
-        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
+        if group.is_view and not self.moves_views:  # resharding its operand instead is equivalent, and is counted
             stays = self.prices.stays(value, leaves, wants)
-            if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
+            if any(reader.group and reader.group.given for reader in readers):  # except to dims that only the view has
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
             table = self.prices.memo.once(only_where, stays, table)
         if again := self.prices.unhoisted(group, value):
@@ -433,7 +433,7 @@ class _Formulator:
         busy = sum(not reader.is_elementwise for reader in readers)
         for reader in readers:
             table = self.prices.table(value, wants, reader.wants, reader.copied_for)
-            if reader.is_elementwise or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
+            if reader.is_elementwise or busy > 1:  # XLA merges equal all_gathers, so that readers share the larger copy
                 sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
                 table = self.prices.memo.once(without_growth, table, *sizes)
             if apart and reader.group not in narrow:
@@ -450,7 +450,7 @@ class _Formulator:
     def _narrow_copies(
         self, leaves: tuple[Layout, ...], readers: Sequence[ValueReader], narrow: tuple[Group, ...]
     ) -> tuple[tuple[Layout, Layout], ...]:
-        """How a value may be left and a copy for those alone who read fewer bits of it; none if nobody does."""
+        """Pairs of the layout of a value and that of a copy for readers of fewer bits; none without such readers."""
         if not narrow:
             return ()
         reads = tuple(reader.group in narrow for reader in readers)
@@ -465,7 +465,7 @@ class _Formulator:
 
     def _add_tables(self) -> None:
         """A node without a choice, which holds the tables of operations with several results."""
-        if self.backend.number_bytes:  # whatever is counted: a choice for one formulation is one for another
+        if self.backend.number_bytes:  # always, so that choices of different formulations have the same nodes
             node = len(self.costs)
             self.costs.append(np.zeros(1))
             self.names.append(TABLES)
@@ -474,7 +474,7 @@ class _Formulator:
             self.heap.tables.append(self.lives[-1])
 
     def _hold(self, held: Iterable[HeldBytes]) -> None:
-        """Counts what terms of memory hold; temporaries with the gaps between them."""
+        """Adds the lives of all terms of memory; temporaries include the gaps between them."""
         for part in held if self.counts_memory else ():
             (start, end), usage = part.span, part.usage
             if part.in_heap and not (start < end and np.count_nonzero(usage)):
@@ -483,7 +483,7 @@ class _Formulator:
             self.heap.add(self.lives[-1], part)
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
-        if i == j:  # a loop that hands a carry on untouched
+        if i == j:  # a loop that passes a carry on unchanged
             self.costs[i] = self.costs[i] + np.diagonal(table)
         elif table.any():
             self.edges.append(Edge(i, j, table))
