@@ -226,13 +226,13 @@ class _Formulator:
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
-            narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
+            narrow = narrow_groups(self.readers[value.id], value, self.prices.itemsizes)
             traits = value.id in self.prices.weights, value.id in self.prices.ahead
-            moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
+            moving = self.prices.itemsizes.moving(value), self.prices.itemsizes.moving(value, narrow)
             rounded = value.id in self.prices.rounded
             what = value.shape, value.on_host, *traits, rounded, *moving, self.prices.turns.get(value.id)
             # the bytes of the argument, if every step gets a new one
-            stored = None if index in staying else self.prices.widths.stored(value)
+            stored = None if index in staying else self.prices.itemsizes.stored(value)
             copies = self.copied.get(value.id, (0, 0.0))
 
             def seconds(
@@ -256,7 +256,7 @@ class _Formulator:
         for index, value in enumerate(self.program.arguments):
             self.prices.memo.tick()
             kepts = options[index]
-            narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
+            narrow = narrow_groups(self.readers[value.id], value, self.prices.itemsizes)
             for reader in self.readers[value.id] if self.prices.mesh else ():
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader, reader.group in narrow))
             argument = HeldArgument(
@@ -386,7 +386,7 @@ class _Formulator:
     ) -> tuple[int, tuple[Layout, ...]]:
         """As `_connect_readers`, with an edge from the node that makes the value."""
         readers = self.readers[value.id]
-        narrow = narrow_groups(readers, value, self.prices.widths)
+        narrow = narrow_groups(readers, value, self.prices.itemsizes)
         apart = self._narrow_copies(leaves, readers, narrow)
         computed_again = group.point if group.lies_nowhere else None
         holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)

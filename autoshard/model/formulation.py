@@ -98,7 +98,7 @@ class Formulation:
         argument = self.argument_index.get(value.id)
         if argument is None or not self.arguments[argument][choice[argument]].narrow:
             return None
-        return narrow_groups(self.readers[value.id], value, self.prices.widths)
+        return narrow_groups(self.readers[value.id], value, self.prices.itemsizes)
 
     @cached_property
     def argument_index(self) -> Mapping[int, int]:

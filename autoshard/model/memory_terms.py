@@ -172,12 +172,12 @@ class HeldOutput:
     @cached_property
     def unfinished(self) -> np.ndarray:
         """Bytes per strategy of the unreduced result, which stands beside the finished one until it is reduced."""
-        widths = tuple(self.prices.widths.summed(made.value) for made in self.group.outputs)
+        itemsizes = tuple(self.prices.itemsizes.summed(made.value) for made in self.group.outputs)
 
         def unfinished_bytes(strategies: tuple[Strategy, ...]) -> np.ndarray:
             return np.array([self._unfinished(strategy) if strategy.finishes else 0 for strategy in strategies])
 
-        return self.prices.memo.once(unfinished_bytes, self.strategies, of=widths)
+        return self.prices.memo.once(unfinished_bytes, self.strategies, of=itemsizes)
 
     @cached_property
     def waits(self) -> np.ndarray:

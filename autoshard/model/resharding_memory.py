@@ -21,7 +21,7 @@ from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import HEAP_OVERHEAD, Span, use_span
 from autoshard.model.pricing.prices import PriceList
 from autoshard.model.xla.backends import Backend
-from autoshard.model.xla.rounding import Readers, Widths
+from autoshard.model.xla.rounding import Itemsizes, Readers
 from autoshard.program import Value
 from autoshard.solver.problem import Edge, Live, Problem
 
@@ -58,12 +58,12 @@ def uses_of(readers: Iterable[ValueReader]) -> list[tuple[Group, Use]]:
     return [(reader.group, reader.use) for reader in readers if reader.group and reader.use]
 
 
-def narrow_groups(readers: Sequence[ValueReader], value: Value, widths: Widths) -> tuple[Group, ...]:
+def narrow_groups(readers: Sequence[ValueReader], value: Value, itemsizes: Itemsizes) -> tuple[Group, ...]:
     """Those of several readers for whom alone a copy is smaller than one for all."""
     if len(readers) == 1:
         return ()
-    size, groups = widths.moving(value), (reader.group for reader in readers)
-    return tuple(group for group in groups if group and widths.moving(value, [group]) < size)
+    size, groups = itemsizes.moving(value), (reader.group for reader in readers)
+    return tuple(group for group in groups if group and itemsizes.moving(value, [group]) < size)
 
 
 class ExtraBytes(NamedTuple):

@@ -20,7 +20,7 @@ from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import stacked_beside
-from autoshard.model.xla.rounding import widths_of
+from autoshard.model.xla.rounding import itemsizes_of
 from autoshard.program import Program, Value, trace
 from autoshard.program.trip_counts import UNKNOWN_TURNS
 from autoshard.propagation import rules_for
@@ -382,7 +382,7 @@ def test_products_that_a_loop_adds_up(case):
 def kept(program, sums):
     return kept_inside(
         program,
-        widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding),
+        itemsizes_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding),
         LoopMemory(keeps_sums=sums),
     )
 
@@ -423,8 +423,8 @@ def test_an_argument_that_a_loop_reads_as_it_is_stays_in_memory(dtype, sizes):
     matrix = jax.ShapeDtypeStruct((4, 4), dtype)
     program = traced(turning(jnp.matmul), matrix, matrix)
     assert list(kept(program, sums=True).values()) == sizes
-    widths = widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding)
-    assert rounded_for_loops(program, widths) == {program.arguments[1].id for _ in sizes}
+    itemsizes = itemsizes_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding)
+    assert rounded_for_loops(program, itemsizes) == {program.arguments[1].id for _ in sizes}
 
 
 DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more as they read it

@@ -87,12 +87,12 @@ class ProductOperations:
         first, backend, none = group.equations[0], self.arrays.backend, np.zeros(1)
         written, elements, packed = none, none, none
         for made, layouts in zip(group.outputs, leaves, strict=True):
-            size, width = self.arrays.sizes(made.value, layouts), self.arrays.widths.stored(made.value)
+            size, itemsize = self.arrays.sizes(made.value, layouts), self.arrays.itemsizes.stored(made.value)
             outside = self.traffic.outside(made.value, size)
             if math.isinf(self.traffic.kept_share(made.value)):
                 outside = size = size * finished
-            written, elements = written + outside, np.maximum(elements, size / width)
-            packed = packed + (width < STREAMED_BYTES) * size / width
+            written, elements = written + outside, np.maximum(elements, size / itemsize)
+            packed = packed + (itemsize < STREAMED_BYTES) * size / itemsize
         uses = list(zip(group.uses, wants, strict=True))
         made_here = [pair for pair in uses if self._is_made_here(group, pair[0])]
         read: np.ndarray | float
@@ -110,7 +110,7 @@ class ProductOperations:
             lies_nowhere = (
                 (use.value, want) for use, want in made_here if math.isinf(self.traffic.kept_share(use.value))
             )
-            taken_in = (self.arrays.sizes(*one) / self.arrays.widths.stored(one[0]) for one in lies_nowhere)
+            taken_in = (self.arrays.sizes(*one) / self.arrays.itemsizes.stored(one[0]) for one in lies_nowhere)
             reduced = functools.reduce(np.maximum, taken_in, none)
         taken = backend.streams.seconds(
             elements,
@@ -166,7 +166,7 @@ class ProductOperations:
             return math.prod((pieces[factor] for factor in set(factors)), start=np.ones(len(layouts)))
 
         def read(use: Use) -> np.ndarray:
-            whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
+            whole = math.prod(use.value.shape) * self.arrays.itemsizes.stored(use.value)
             return self.traffic.outside(use.value, whole / split(itertools.chain(*use.dims)))
 
         work = self.flops(first) / split(product.factors_of(first)) * self.padding(product, first, pieces)

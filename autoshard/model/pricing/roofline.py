@@ -124,7 +124,7 @@ class GroupWork:
             value for value in values.values() if not (moves_parts or value.on_host or self.traffic.kept_share(value))
         )
         sizes = [
-            math.prod(value.shape) * self.arrays.widths.stored(value)
+            math.prod(value.shape) * self.arrays.itemsizes.stored(value)
             for value in in_memory
             if value.id not in self.traffic.instead
         ]
@@ -221,11 +221,11 @@ class GroupWork:
             read = passes * sum((size for _, size in sizes), start=np.zeros(1))
         else:
             read = self.traffic.read_bytes(zip(group.uses, wants, strict=True), streaming_past=group.read_before or ())
-        narrow = [(value, size) for value, size in sizes if self.arrays.widths.stored(value) < STREAMED_BYTES]
-        packed = sum((size / self.arrays.widths.stored(value) for value, size in narrow), start=np.zeros(1))
-        made = [size / self.arrays.widths.stored(value) for value, size in sizes]
+        narrow = [(value, size) for value, size in sizes if self.arrays.itemsizes.stored(value) < STREAMED_BYTES]
+        packed = sum((size / self.arrays.itemsizes.stored(value) for value, size in narrow), start=np.zeros(1))
+        made = [size / self.arrays.itemsizes.stored(value) for value, size in sizes]
         taken_in = [
-            self.arrays.sizes(use.value, want) / self.arrays.widths.stored(use.value)
+            self.arrays.sizes(use.value, want) / self.arrays.itemsizes.stored(use.value)
             for use, want in zip(group.uses, wants, strict=True)
         ]
         reduces = facts_of(first.primitive).work is FlopRule.REDUCTION and not group.runs_beside

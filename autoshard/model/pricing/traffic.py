@@ -25,9 +25,9 @@ class Traffic:
     def figures(self, value: Value) -> tuple:
         """What of a value decides what the work of groups takes that read it or make it."""
         if value.id not in self._figures:
-            widths = self.arrays.widths.summed(value), self.arrays.widths.stored(value)
+            itemsizes = self.arrays.itemsizes.summed(value), self.arrays.itemsizes.stored(value)
             minor = self.arrays.minor_dims(value)
-            self._figures[value.id] = value.shape, minor, value.on_host, *widths, self.kept_share(value)
+            self._figures[value.id] = value.shape, minor, value.on_host, *itemsizes, self.kept_share(value)
         return self._figures[value.id]
 
     def read_instead(self, value: Value) -> Sequence[Value]:
@@ -45,11 +45,11 @@ class Traffic:
         read: dict[int, np.ndarray] = {}
         for use, want in uses:
             local = self.arrays.sizes(use.value, want)
-            whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
+            whole = math.prod(use.value.shape) * self.arrays.itemsizes.stored(use.value)
             for value in self.read_instead(use.value):
                 if streaming_past is not None and value.id in streaming_past:
                     continue
-                share = math.prod(value.shape) * self.arrays.widths.stored(value) / whole if whole else 0.0
+                share = math.prod(value.shape) * self.arrays.itemsizes.stored(value) / whole if whole else 0.0
                 size = local * share if streaming_past is not None else self.outside(value, local * share)
                 read[value.id] = np.maximum(read.get(value.id, 0.0), size)
         return sum(read.values(), start=0.0)

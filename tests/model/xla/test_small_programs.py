@@ -79,7 +79,7 @@ def without(**fields):
 
 
 def rounds_no_stacks(patch):
-    patch.setattr(price_lists, "rounded_for_loops", lambda program, widths: set())
+    patch.setattr(price_lists, "rounded_for_loops", lambda program, itemsizes: set())
 
 
 def nothing_runs_ahead(patch):
