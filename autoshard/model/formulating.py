@@ -47,17 +47,17 @@ from autoshard.model.option_sets.argument_homes import ArgumentHomes
 from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
-    and_copies_apart,
+    and_narrow_copies,
     any_of,
-    copies_apart,
     copies_of,
     from_argument,
     homes_of,
+    narrow_copies,
     only_where,
     or_unlike,
-    with_copies_apart,
-    without_copies_apart,
+    with_narrow_copies,
     without_growth,
+    without_narrow_copies,
 )
 from autoshard.model.pricing.formulation_deadline import once_in_time
 from autoshard.model.pricing.price_lists import PriceLists
@@ -393,7 +393,7 @@ class _Formulator:
         table = self.prices.table(value, leaves, wants, alone)
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
-            table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
+            table = self.prices.memo.once(with_narrow_copies, table, narrow_table, leaves, apart)
         if group.is_view and not self.moves_views:  # resharding its operand instead is equivalent, and is counted
             stays = self.prices.stays(value, leaves, wants)
             if any(reader.group and reader.group.given for reader in readers):  # except to dims that only the view has
@@ -425,7 +425,7 @@ class _Formulator:
             return readers[0].node, readers[0].wants
         wants = self.prices.memo.once(any_of, *(reader.wants for reader in readers))
         if apart:
-            wants = self.prices.memo.once(and_copies_apart, wants, apart)
+            wants = self.prices.memo.once(and_narrow_copies, wants, apart)
         holder = len(self.costs)
         self.shared[value.id] = SharedLayout(holder, wants, tuple(narrow) if apart else (), len(wants) - len(apart))
         self.costs.append(np.zeros(len(wants)))
@@ -437,7 +437,7 @@ class _Formulator:
                 sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
                 table = self.prices.memo.once(without_growth, table, *sizes)
             if apart and reader.group not in narrow:
-                table = self.prices.memo.once(without_copies_apart, table, reader.wants, apart)
+                table = self.prices.memo.once(without_narrow_copies, table, reader.wants, apart)
             self._connect(holder, reader.node, table)
             if reader.group is not None and reader.use is not None:
                 used = use_span(reader.group, reader.use)
@@ -455,7 +455,7 @@ class _Formulator:
             return ()
         reads = tuple(reader.group in narrow for reader in readers)
         wants = (reader.wants for reader in readers)
-        return self.prices.memo.once(lambda left, *wants: copies_apart(left, wants, reads), leaves, *wants, of=reads)
+        return self.prices.memo.once(lambda left, *wants: narrow_copies(left, wants, reads), leaves, *wants, of=reads)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies

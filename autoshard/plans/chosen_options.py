@@ -240,7 +240,7 @@ class ChosenOptions:
         for group, priced, strategy in choices:
             shares = group.index not in forward or self.strategies[forward[group.index]].run == strategy.run
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
-            costs.add(seconds if shares else self.prices.run_apart(group, strategy), group.guessed)
+            costs.add(seconds if shares else self.prices.unmerged_backward_seconds(group, strategy), group.guessed)
             self.add_finishes(costs, group, strategy)
             self.add_halos(costs, group, strategy)
             region = self.prices.region(group, strategy, shares=shares)

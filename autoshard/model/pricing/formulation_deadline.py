@@ -37,10 +37,10 @@ def ends_at(until: float) -> Callable[[], None]:
         if time.monotonic() > until:
             raise FormulationTimeout
 
-    return check if until < math.inf else never_late
+    return check if until < math.inf else no_deadline
 
 
-def never_late() -> None:
+def no_deadline() -> None:
     pass
 
 

@@ -19,11 +19,11 @@ from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
-from autoshard.model.xla.operations import stacked_beside
+from autoshard.model.xla.loop_memory import kept_on_chip_in_loops, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import bytes_stacked_by_loop
 from autoshard.model.xla.products import matrix_dims
 from autoshard.model.xla.rounding import Itemsizes, itemsizes_of
-from autoshard.model.xla.units.chip_memory import kept_between, made_with_products, only_in_products, scaled
+from autoshard.model.xla.units.chip_memory import kept_on_chip_for_readers, made_with_products, scaled, stored_nowhere
 from autoshard.model.xla.units.scalar_unit import places_of
 from autoshard.program import Program
 from autoshard.propagation.registry import rule_of
@@ -74,7 +74,7 @@ class PriceLists:
             backend,
             weights=weights,
             entering=entering_loops(groups, weights),
-            stacked=stacked_beside(program),
+            stacked=bytes_stacked_by_loop(program),
             kept=_kept(program, groups, itemsizes, backend, math.prod(mesh.values())),
             products=made_with_products(groups) if backend.streams.bandwidth_share else None,
             turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
@@ -96,6 +96,10 @@ def _kept(
     room = backend.loop_memory
     if not room.bytes:
         return None
-    between = kept_between(program, groups, backend.on_chip_bytes * devices) if backend.on_chip_bytes else {}
-    nowhere = dict.fromkeys(only_in_products(groups), 0)
-    return scaled(between, backend.on_chip_bytes, room.bytes) | nowhere | kept_inside(program, itemsizes, room)
+    between = (
+        kept_on_chip_for_readers(program, groups, backend.on_chip_bytes * devices) if backend.on_chip_bytes else {}
+    )
+    nowhere = dict.fromkeys(stored_nowhere(groups), 0)
+    return (
+        scaled(between, backend.on_chip_bytes, room.bytes) | nowhere | kept_on_chip_in_loops(program, itemsizes, room)
+    )

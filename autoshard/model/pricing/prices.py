@@ -279,7 +279,7 @@ class PriceList:
             return None
         return self.regions.of(group, strategy.run, shares=shares)
 
-    def run_apart(self, group: Group, strategy: Strategy) -> GroupSeconds:
+    def unmerged_backward_seconds(self, group: Group, strategy: Strategy) -> GroupSeconds:
         """Seconds of a backward pass whose forward pass runs in another way, so that XLA merges nothing of the two."""
         region = self.region(group, strategy, shares=False)
         assert region is not None, "a call is a region"

@@ -57,7 +57,7 @@ class ProductOperations:
         share = backend.convolutions.flops_share if equation.primitive == "conv_general_dilated" else 1.0
         return backend.matrix_unit.padding(group, pieces) * backend.convolutions.padding(group, pieces) / share
 
-    def seconds_beside(self, group: Group, pieces: Pieces) -> np.ndarray | float:
+    def least_product_seconds(self, group: Group, pieces: Pieces) -> np.ndarray | float:
         """What products and convolutions take at least, whatever their FLOPs; 0 of all else."""
         unit, convolutions = self.arrays.backend.matrix_unit, self.arrays.backend.convolutions
         of_images = convolutions.grouped_seconds(group, pieces), convolutions.lone_seconds(group, pieces)
@@ -103,7 +103,7 @@ class ProductOperations:
             read = sum((np.where(size > backend.on_chip_bytes, size, 0.0) for size in sizes), start=none)
         else:
             read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), streaming_past=())
-            apart = ~self._are_one(group, wants)
+            apart = ~self._runs_in_product(group, wants)
             read = read + sum((self.arrays.sizes(use.value, want) * apart for use, want in made_here), start=none)
         reduced = none
         if facts_of(first.primitive).work is FlopRule.REDUCTION:
@@ -147,7 +147,7 @@ class ProductOperations:
         work = first.primitive, self.flops(first), compute_dtype((first,)), first.params.get(TURNS)
         return group.uses.index(ended), group.feeds_no_state, *work, reads, made
 
-    def seconds_ahead(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
+    def product_lead_seconds(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
         """How long the matrix unit is at work on the product that a group ends, while others wait; per strategy.
 
         Memory reads for the product in this time. It has the layout in which the group wants it.
@@ -172,10 +172,10 @@ class ProductOperations:
         work = self.flops(first) / split(product.factors_of(first)) * self.padding(product, first, pieces)
         multiplied = compute_seconds(work, 0.0, compute_dtype((first,)), self.topology)
         reading = sum(map(read, product.uses), start=np.zeros(len(layouts))) / self.topology.memory_bandwidth
-        ahead = np.maximum(0.0, np.maximum(multiplied, self.seconds_beside(product, pieces)) - reading)
-        return ahead * self._are_one(group, wants)
+        ahead = np.maximum(0.0, np.maximum(multiplied, self.least_product_seconds(product, pieces)) - reading)
+        return ahead * self._runs_in_product(group, wants)
 
-    def _are_one(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
+    def _runs_in_product(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
         """Whether a group runs in the operation of the product that it ends, per strategy.
 
         It does not if a collective finishes the product. That is taken to be so where devices want the same part of

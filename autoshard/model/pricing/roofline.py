@@ -83,7 +83,7 @@ class GroupWork:
         )
         taken = [
             compute_seconds(work, through, compute_dtype(group.equations), self.topology),
-            self.products.seconds_beside(group, pieces),
+            self.products.least_product_seconds(group, pieces),
             self._vector_seconds(group, split, leaves),
         ]
         if sorting := backend.sorts.seconds(group):
@@ -97,7 +97,7 @@ class GroupWork:
             if (library := backend.libraries.get(equation.primitive)) is not None:
                 shapes = [operand.shape for operand in equation.inputs]
                 taken.append(library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))]))
-        beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.seconds_ahead(group, wants))
+        beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.product_lead_seconds(group, wants))
         least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
         found: list[float] = np.broadcast_to(least + beside, len(strategies)).tolist()
         return found
@@ -142,7 +142,7 @@ class GroupWork:
         least: np.ndarray | float = operations.seconds(group) + operations.vector_seconds(group, pieces)
         for equation in group.equations:
             if turn := operations.turn_seconds(equation):
-                least = least + turn * _rows_apart(equation, group, pieces)
+                least = least + turn * _row_counts(equation, group, pieces)
             if counting := operations.counting_seconds(equation):
                 least = least + counting * _dims_but_last(equation, group, pieces)
         return least
@@ -176,7 +176,7 @@ class GroupWork:
         """Bytes that pass where images that lie otherwise outside of convolutions are copied, per layout."""
         shapes = [local_shape(value.shape, layout, self.arrays.mesh) for layout in layouts]
         elsewhere = np.array([not lies(shape, image_dims, self.arrays.backend.tile) for shape in shapes])
-        return self.traffic.through_memory(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
+        return self.traffic.memory_traffic_bytes(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
 
     def _vector_seconds(
         self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]
@@ -250,7 +250,7 @@ class GroupWork:
         first = group.equations[0]
         if first.primitive == "scan_carry":  # what a loop works on
             return group.passes_before * self.arrays.sizes(group.outputs[0].value, leaves[0])
-        written = sum(map(self.traffic.through_memory, (made.value for made in group.outputs), leaves))
+        written = sum(map(self.traffic.memory_traffic_bytes, (made.value for made in group.outputs), leaves))
         if first.primitive in _READS_RESULT_BYTES:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
             return (
@@ -302,7 +302,7 @@ def _inserted(equation: Equation) -> int | None:
     return 0 if equation.primitive == "scan_stack" else inserted_operand(equation)
 
 
-def _rows_apart(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
+def _row_counts(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
     """How many rows of a gather or updates of a scatter a device has, per strategy."""
     if equation.primitive == "gather":
         rows, window = equation.outputs[0].shape, equation.params["dimension_numbers"].offset_dims

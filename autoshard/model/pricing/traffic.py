@@ -54,7 +54,7 @@ class Traffic:
                 read[value.id] = np.maximum(read.get(value.id, 0.0), size)
         return sum(read.values(), start=0.0)
 
-    def through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+    def memory_traffic_bytes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Bytes of `value` that go to memory and come from there, per layout."""
         return self.outside(value, self.arrays.sizes(value, layouts))
 

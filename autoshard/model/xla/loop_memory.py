@@ -42,7 +42,7 @@ class LoopMemory:
         return np.where(sizes > self.bytes, sizes, np.maximum(0.0, sizes - self.bytes * share))
 
 
-def kept_inside(program: Program, itemsizes: Itemsizes, room: LoopMemory) -> dict[int, int]:
+def kept_on_chip_in_loops(program: Program, itemsizes: Itemsizes, room: LoopMemory) -> dict[int, int]:
     """What can stay in the chip while a loop turns -> bytes of all that can in its loop.
 
     That is what its matrix products read in every turn, a recurrent net's weights, and matrix products that it only

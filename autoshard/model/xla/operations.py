@@ -422,7 +422,7 @@ def stack_writer(
     return found
 
 
-def stacked_beside(program: Program) -> dict[int, int]:
+def bytes_stacked_by_loop(program: Program) -> dict[int, int]:
     """Values that are made in loops -> bytes of all that the innermost loop around them stacks."""
     stacks: dict[tuple[int, int], list[Equation]] = defaultdict(list)
     for equation in program.equations:

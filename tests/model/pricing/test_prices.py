@@ -22,7 +22,7 @@ from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, turns_that_read
+from autoshard.model.xla.loop_memory import LoopMemory, kept_on_chip_in_loops, turns_that_read
 from autoshard.model.xla.products import VectorProducts
 from autoshard.model.xla.rounding import Itemsizes, itemsizes_of
 from autoshard.model.xla.units.streams import Streams
@@ -430,7 +430,7 @@ def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
         {},
         fast,
         backend=replace(adjusted(V5E, "loop_memory", bytes=room), streams=Streams()),  # memory alone
-        kept=kept_inside(program, Itemsizes(), LoopMemory(keeps_sums=True)),
+        kept=kept_on_chip_in_loops(program, Itemsizes(), LoopMemory(keeps_sums=True)),
     )
     seconds = {
         group.equations[0].primitive: asked.group(group).seconds[0].compute
@@ -456,7 +456,7 @@ def test_what_a_loop_only_reads_stays_in_the_chip(room, through, view):
         fast,
         itemsizes,
         backend,
-        kept=kept_inside(program, itemsizes, LoopMemory(keeps_sums=True)),
+        kept=kept_on_chip_in_loops(program, itemsizes, LoopMemory(keeps_sums=True)),
         instead=read_through(groups),
     )
     (product,) = (group for group in groups if group.contracts)

@@ -95,7 +95,7 @@ def nothing(*_):
 FAULTS = [  # what is left out, and a product that is off without it
     ("stream_seconds", "scores"),
     ("stream_seconds", "a sum"),
-    ("seconds_ahead", "a residual of many terms"),
+    ("product_lead_seconds", "a residual of many terms"),
 ]
 
 
