@@ -127,5 +127,5 @@ def test_updates_wait_for_their_gradients(monkeypatch):
         return placed.predicted.compute_seconds / taken
 
     assert 1 / WITHIN <= ratio() <= WITHIN
-    monkeypatch.setattr(ProductOperations, "_are_one", lambda *_: np.ones(1, bool))
+    monkeypatch.setattr(ProductOperations, "_runs_in_product", lambda *_: np.ones(1, bool))
     assert ratio() < 1 / WITHIN

@@ -147,7 +147,7 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         lambda x, y: ((x * y).sum(0), x * y, (x - y).sum(1)),
         [array(64, 256, dtype=np.complex64)] * 2,
         [WHOLE] * 2,
-        lambda patch: patch.setattr(operations, "_goes_over", lambda group: (1, (64, 256), 8)),
+        lambda patch: patch.setattr(operations, "_loop_extent", lambda group: (1, (64, 256), 8)),
     ),
     "all distances": (
         lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),
