@@ -37,7 +37,7 @@ from autoshard.specs import argument_layouts, check_jit_takes, result_layouts, w
 from autoshard.stage_planning.option_checks import check_combination, check_given, check_statistics
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stages.requests import PipelineRequest
-from autoshard.tactics import TacticLike
+from autoshard.tactics.requests import TacticLike
 from autoshard.user_plan import Comparison, Plan, mesh_of_file
 
 
@@ -251,7 +251,7 @@ def autoshard(
         heeded = ["tactics", "search", *["remat", "rewrites"] * in_stages, *["refine"] * is_automatic]
         heeded += ["pad"] * (in_stages and pad == "batch")
         check_combination("pipeline=", options, others, heeded=heeded, takes_uneven=in_stages)
-    given, shared = _plan_on(plan, options.mesh), _plan_on(like, options.mesh)
+    given, shared = _given_plan(plan, options.mesh), _given_plan(like, options.mesh)
     check_given(given, shared, options, pad)
     check_statistics(options, is_in_parts=any(one is not None for one in (microbatches, pipeline, given)))
     options = replace(options, like=shared)
@@ -278,7 +278,7 @@ def _mesh_shape_of(plan: Plan | str | Path) -> dict[str, int]:
     return dict(plan.mesh.shape if isinstance(plan, Plan) else mesh_of_file(plan).shape)
 
 
-def _plan_on(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Plan | None:
+def _given_plan(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Plan | None:
     """A plan that the user gave, or its file, on a mesh of the same axes."""
     return plan.on(mesh) if isinstance(plan, Plan) else None if plan is None else Plan.load(plan, mesh)
 

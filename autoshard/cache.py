@@ -25,7 +25,7 @@ from autoshard.program import Program
 from autoshard.program.paths import printable
 from autoshard.program.signature import text_of_function
 from autoshard.propagation import Rule
-from autoshard.tactics import text_of_tactic
+from autoshard.tactics.requests import text_of_tactic
 from autoshard.user_plan import Plan
 
 _KIND = "autoshard plan"  # the first words of a file

@@ -73,11 +73,11 @@ class PlannedStep:
 
     plan: Plan
     program: Program
-    context: Any  # of tracing; kept, so that no other context gets its address
+    context: Any  # of tracing; kept alive, so that no other context gets its address
     planner: Replanner
-    held: HeldConstants  # what it read from static leaves
-    is_checked: bool = False  # whether its compiled program has been held against the memory limit
-    choice: OpenChoice[PlannedStep] | None = None  # among the variants of the step, until one is checked
+    held: HeldConstants  # constants that it read from static leaves
+    is_checked: bool = False  # whether its compiled program has been compared with the memory limit
+    choice: OpenChoice[PlannedStep] | None = None  # among the variants of the step; None once one is checked
 
     @property
     def step(self) -> JittedStep:
@@ -97,12 +97,12 @@ class PlannedStep:
 
     @property
     def captured_for_transformations(self) -> tuple[Any, ...]:
-        """The same for a call that is being transformed. JAX refuses to trace with what lies on other hosts, too."""
+        """The compiled step for a call under a transformation, for which JAX refuses arrays on other hosts."""
         is_here = all(array.is_fully_addressable for array in self.captured)
         return self.captured if is_here else self.program.captured
 
     def result(self, flat: FlatCall, placed: Sequence[Any], results: Sequence[Any]) -> Any:
-        """What the function returns, once its changes are in the caller's modules."""
+        """The result of the function. Writes the changes to modules into the caller's modules first."""
         if self.program.changes is None:
             return self.step.result(results)
         return flat.result_of(self.program.changes, placed, results)
@@ -121,23 +121,24 @@ class PlannedStep:
 
     @functools.cached_property
     def sentinels(self) -> tuple[int, ...]:
-        """One array of each donated argument: if it has been deleted, the argument was donated before."""
+        """One array of each donated argument. If it is deleted, the argument was donated before."""
         first = {self.program.in_tree.array_paths[i][:2]: i for i in sorted(self.program.donated, reverse=True)}
         return tuple(first.values())
 
 
 class _Call(NamedTuple):
-    """What a call was made with, and ran."""
+    """The arguments of a call, and the compiled step that it ran."""
 
     signature: tuple[Any, ...]  # types of static arguments, static arguments, structure of the other arguments
     compiled: PlannedStep
     run: Callable[..., tuple[Any, ...]]  # from flat arguments to flat results
     sentinels: tuple[int, ...]
-    otherwise: dict[int, Any]  # where those arrays lie that do not lie as planned
+    otherwise: dict[int, Any]  # index of an array that does not lie as planned -> its sharding
 
     def may_run(self, flat: FlatCall) -> bool:
-        """Whether no argument has to be looked at, as one that is deleted or that has to be copied."""
-        # Where `jax.jit` was once not allowed to trace, it stays slow. So what lay otherwise than planned has to do so.
+        """Whether no argument is deleted or has to be copied."""
+        # `jax.jit` stays slow after a call that was not allowed to trace. So arrays that did not lie as planned before
+        # have to lie that way again.
         if any(is_deleted(flat.arrays[i]) for i in self.sentinels) or flat.share_arrays:
             return False
         if self.compiled.held.changed(flat.structure.static):
@@ -152,7 +153,7 @@ def _kinds(static: tuple[Any, ...]) -> tuple[type, ...]:
 class ShardedFunction(Generic[Parameters, Result]):
     """A function that is planned, compiled and placed on its mesh when it is called."""
 
-    _made_with: Mapping[str, Any]  # beside the function
+    _made_with: Mapping[str, Any]  # keyword arguments of the constructor
 
     def __new__(cls, *args: Any, **made_with: Any) -> Self:
         made = super().__new__(cls)
@@ -170,8 +171,8 @@ class ShardedFunction(Generic[Parameters, Result]):
     ) -> None:
         """
         Args:
-            given: the plan to run by.
-            merges: whether equations that compute the same become one when the function is traced.
+            given: the plan to use instead of a search.
+            merges: whether tracing merges equations that compute the same.
         """
         if not callable(fn):
             raise ArgumentError(f"autoshard decorates a function; {fn!r} cannot be called")
@@ -185,21 +186,21 @@ class ShardedFunction(Generic[Parameters, Result]):
         self._lock = threading.RLock()
         self._compiled: dict[tuple[Any, ...], PlannedStep] = {}
         self._planned_before: PlansByProgram = {}
-        # Under ignore_constraints: types without their shardings -> the types that such arguments had before.
+        # Under ignore_constraints: types without shardings -> the original types of such arguments.
         self._types_before: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._modules_before: CallStructure | None = None  # of the last call, if there were nnx modules in it
         self._last: _Call | None = None  # the last call, if all of its arguments lay as planned
 
     def __copy__(self) -> Self:
-        """Itself, as any function is copied."""
+        """Returns itself, as a copy of any function does."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[Callable[Parameters, Result]]]:
-        """Pickled, it is its function and options: what was planned and compiled stays behind."""
+        """Pickles the function and its options, but no plan and no compiled program."""
         return functools.partial(type(self), **self._made_with), (self._fn,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself, as any function is copied; of a method of an object that is copied, the method of the copy."""
+        """Returns itself, as a copy of any function does; for a method of a copied object, the method of the copy."""
         fn = copy.deepcopy(self._fn, memo)
         return self if fn is self._fn else type(self)(fn, **self._made_with)
 
@@ -235,7 +236,7 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     @shows_users_lines
     def _call_anew(self, args: tuple[Any, ...], kwargs: dict[str, Any], flat: FlatCall, refused: bool) -> Result:
-        """A call of which something has to be looked at.
+        """A call whose arguments have to be checked.
 
         Args:
             refused: whether the compiled step of the last call did not take its arguments.
@@ -261,7 +262,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             return traced
         placed = place(leaves, compiled.plan, compiled.program.donated)
         untouched = all(map(operator.is_, leaves, placed))
-        # A Python callback may have something to trace.
+        # A Python callback may trace functions.
         again = untouched and not refused and not compiled.calls_back and not compiled.program.closes_over_tracers
         otherwise = unplanned_placements(leaves, compiled.plan) if again else {}
         self._last = _Call(signature, compiled, compiled.run, compiled.sentinels, otherwise) if again else None
@@ -276,7 +277,7 @@ class ShardedFunction(Generic[Parameters, Result]):
 
     @shows_users_lines
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The annotated step, lowered. What its `.compile()` makes is called as the step, static arguments left out."""
+        """The annotated step, lowered. The result of `.compile()` is called as the step, without static arguments."""
         step = self._planned(args, kwargs)
         assert step.plan.lowering is not None, "`lowered` gives it one"
         call = LoweredCall.of(step.plan, self._static.split(args, kwargs)[1])
@@ -293,7 +294,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         return self._traced(static, dynamic, self._types(flattened(dynamic).arrays, static, dynamic))
 
     def program_to_plan(self, *args: Any, **kwargs: Any) -> Program:
-        """What `trace` gives, or the form with stacks of matrices or shared trips that is planned if it is faster."""
+        """The traced program, or its form with stacks of matrices or shared trips if that is predicted to be faster."""
         traced = self.variants(*args, **kwargs)
         as_written = Variant(self._options.microbatches or 1)
         if self._open_choice(traced, self._options).may_be_rewritten(as_written):
@@ -311,10 +312,10 @@ class ShardedFunction(Generic[Parameters, Result]):
         """The step for arguments like these.
 
         Args:
-            runs: whether it is about to run. Then its compiled program is held against the memory limit, as it is
-                anyway if the user gave one.
+            runs: whether it is about to run. Then its compiled program is compared with the memory limit. A limit
+                given by the user is always checked.
         """
-        # Threads that call the step first plan it once; processes that share its mesh know of each other.
+        # If several threads call the step first, one plans it. Processes that share the mesh agree on a plan.
         with self._lock if self._group is None else self._group.joined(runs=runs):
             return self._prepared(static, dynamic, flat, runs)
 
@@ -341,7 +342,7 @@ class ShardedFunction(Generic[Parameters, Result]):
             if not traced.closes_over_tracers:
                 self._compiled[*key, types] = self._compiled[*key, traced.types] = compiled
         compiled.held.check(flat.structure.static, compiled.program.name)
-        # Other processes compile, too, when they run the step: on GPU, one that compiles alone waits for them.
+        # Other processes compile when they run the step. On GPU, a process that compiles alone waits for them.
         asked = self._options.is_memory_given and self._group is None
         if not compiled.is_checked and (runs or asked):
             compiled = self._checked(compiled)
@@ -362,7 +363,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         return made
 
     def _fastest_rewritten(self, traced: StepVariants, options: Options) -> PlannedStep:
-        """The step rewritten as is fastest, if that is asked for. The best plans of that alone are compiled."""
+        """The fastest rewriting of the step, if rewrites are asked for. Only its best plans are compiled."""
         devices = options.mesh.size
         if self._given is not None or not options.rewrites:
             rewrites = self._given.rewrites if self._given else ()
@@ -379,9 +380,9 @@ class ShardedFunction(Generic[Parameters, Result]):
         return proven(refined, found.plan.bound)
 
     def _fastest(self, traced: StepVariants, options: Options) -> PlannedStep:
-        """The fastest variant of the step, planned within one time limit for all. Its best plans alone are compiled."""
+        """The fastest variant of the step. All share one time limit; only the best plans of that one are compiled."""
         choice = self._open_choice(traced, options)
-        if self._given is not None or choice.is_one:
+        if self._given is not None or choice.is_single:
             return choice.planned(self._given)
         later = None if traced.closes_over_tracers else replace(choice, options=self._options)
         return replace(choice.fastest(), choice=later)
@@ -393,11 +394,11 @@ class ShardedFunction(Generic[Parameters, Result]):
     def _planned_anew(
         self, program: Program, options: Options, enough: float = math.inf, before: PlansByProgram | None = None
     ) -> PlannedStep:
-        """A program planned.
+        """The plan of a program, with what calls need.
 
         Args:
             enough: seconds per step: a plan that is proven to take more is not sought further.
-            before: plans made before, which this one joins; None: those of the step.
+            before: the plans so far, to which this one is added; None: those of the step.
         """
         if self._given:
             plan = bound_plan(self._given, program, self._options)
@@ -413,14 +414,14 @@ class ShardedFunction(Generic[Parameters, Result]):
         return made
 
     def _bound(self, program: Program, plan: Plan) -> PlannedStep:
-        """A lowered plan bound to what it was made of."""
+        """A lowered plan with its program and the context of tracing."""
         planner = Replanner.of(program, self._options, self._jit_keywords, is_given=self._given is not None)
         return PlannedStep(planner.bound(plan), program, context(), planner, HeldConstants.of(program))
 
     def _enough(self, seconds: float, options: Options) -> Callable[[], float] | None:
-        """Seconds per step above which no plan is sought: so many, or as the options say.
+        """The cutoff in seconds per step: the given one, or that of the options.
 
-        Processes that share a mesh get the leader's plan, so the leader has to find one.
+        Processes that share a mesh use that of the options alone, since all of them need the leader's plan.
         """
         asked = options.enough
         if self._group is not None or math.isinf(seconds):
@@ -436,7 +437,7 @@ class ShardedFunction(Generic[Parameters, Result]):
         traced = tuple(as_traced(one, context, self._options.mesh) for one in types)
         if not self._options.ignore_constraints:
             return traced
-        # The step's own results have no types then: they are traced with those that their arguments had before.
+        # Results of the step have no explicit types then. They are traced with the types of the arguments before.
         opened = tuple(map(without_type, types))
         key = opened, context.axis_types
         before = self._types_before.get(key, opened)
@@ -491,5 +492,5 @@ class ShardedFunction(Generic[Parameters, Result]):
         raise AssertionError("there is an attempt")
 
     def _finished(self, program: Program) -> Program:
-        """A program with what is planned as one equation."""
+        """A program whose stencils and Fourier transforms are one equation each."""
         return with_transforms(with_stencils(program), self._options.mesh.shape)

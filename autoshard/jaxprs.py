@@ -307,7 +307,7 @@ def context_like(eqn: JaxprEqn, mesh: AbstractMesh) -> Any:
     """The context of an equation, but for the mesh that is set."""
     if eqn.ctx.cur_abstract_mesh == mesh:
         return eqn.ctx
-    with jax.sharding.use_abstract_mesh(mesh), _said_around(eqn):
+    with jax.sharding.use_abstract_mesh(mesh), _surrounding_settings(eqn):
         return jax.make_jaxpr(jax.lax.neg)(1.0).jaxpr.eqns[0].ctx
 
 
@@ -363,7 +363,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """The equation applied to other operands of the same types, whatever functions its parameters hold."""
     if not any(True for _ in core.jaxprs_in_params(eqn.params)) and eqn.primitive.name not in CUSTOM:
-        with _said_around(eqn):
+        with _surrounding_settings(eqn):
             results = eqn.primitive.bind(*operands, **eqn.params)
         return list(results) if eqn.primitive.multiple_results else [results]
     # A jaxpr of this one equation: how functions among the parameters are bound is JAX's business.
@@ -381,7 +381,7 @@ def run(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _said_around(eqn: JaxprEqn) -> Iterator[None]:
+def _surrounding_settings(eqn: JaxprEqn) -> Iterator[None]:
     """What the user said around an equation: how random bits are made, what computes it, and metadata for XLA."""
     with contextlib.ExitStack() as said:
         partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]  # JAX adds its flags later

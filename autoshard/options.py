@@ -25,7 +25,9 @@ from autoshard.rewrites import REWRITES
 from autoshard.solver.progress import Progress
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.searches.table import algorithm_of
-from autoshard.tactics import Restricts, Tactic, TacticLike, is_tactic, restricted
+from autoshard.tactics import Tactic
+from autoshard.tactics.requests import TacticLike, is_tactic
+from autoshard.tactics.restriction import Restricts, restricted
 
 TRACE_KEYWORDS = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 JIT_KEYWORDS = (*TRACE_KEYWORDS, "keep_unused", "compiler_options")

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from autoshard.arrays.shared_arguments import shared_layouts
 from autoshard.cache import key_of, load_plan, store_plan
-from autoshard.compiled.memory_check import MemoryWarning, is_over, over_limit_error, with_rounding, within_limit
+from autoshard.compiled.memory_check import MemoryWarning, fitting_plan, is_over, over_limit_error, with_rounding
 from autoshard.errors import ConflictError, MemoryLimitError, PlanError, SolverError, warn
 from autoshard.layout import Layout, MeshShape, layout_of, spec_of, without_axes
 from autoshard.lower import Lowering
@@ -22,7 +22,7 @@ from autoshard.lower.on_shards import check_plan
 from autoshard.model.formulating import formulator
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
-from autoshard.model.option_sets.partial_problems import in_parts, in_time, is_too_large
+from autoshard.model.option_sets.partial_problems import formulated_near_best_choice, in_time, is_too_large
 from autoshard.model.pricing.formulation_deadline import formulating_ends
 from autoshard.model.xla.backends import Backend
 from autoshard.operations.primitive import OPERATION
@@ -30,7 +30,7 @@ from autoshard.options import Options
 from autoshard.padding.batches import uneven_batch
 from autoshard.plans.alternatives import alternatives_of, no_dearer_than_data_parallel
 from autoshard.plans.chosen_options import prediction_of
-from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
+from autoshard.plans.limited_overlap import at_limited_overlap, with_limited_overlap
 from autoshard.plans.make_plan import make_plan
 from autoshard.plans.plan import PlanData
 from autoshard.plans.prediction import Prediction
@@ -47,7 +47,7 @@ from autoshard.solver.problem import InfeasibleError, Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import begin_loading_compiled
 from autoshard.solver.runtime.budget import Budget
-from autoshard.solver.runtime.cutoff import Cutoff, CutoffReached
+from autoshard.solver.runtime.cutoff import Cutoff, CutoffEnd
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.solve import with_bound
 from autoshard.specs import check_agrees, check_annotations, fixed_layouts, wished_layouts
@@ -58,7 +58,7 @@ OVERLAP_SHARE = 0.4  # of the work in a time limit: what limiting the overlap ma
 
 
 def bound_plan(given: Plan, program: Program, options: Options) -> Plan:
-    """The plan that the user gave for this program; what else the user fixed has to agree with it."""
+    """The plan that the user gave, bound to this program. Shardings in `fixed=` have to agree with it."""
     made = replace(given.bound_to(program), compiled_peak=None)
     check_plan(program, made.annotations, dict(options.mesh.shape))
     shardings = (*made.flat_in_shardings, *made.captured_shardings)
@@ -77,14 +77,13 @@ def checked(
     group: ProcessGroup | None,
     others: Callable[[float], Plan | None] | None = None,
 ) -> Plan:
-    """A lowered plan whose compiled program is within the memory limit, as far as one is found.
+    """A lowered plan whose compiled program is within the memory limit, if such a plan is found.
 
-    What is compiled here is what a call runs. Processes that share the mesh are held against each other first.
+    Calls run the program that is compiled here. Processes that share the mesh first compare their steps and plans.
 
     Args:
-        before: plans made before, which this one joins; None if the plan is the user's, in whose place no other comes.
-        others: the best plan that is predicted to hold so many bytes, of all ways to run the step; None if there is one
-            way, or no plan is found.
+        before: the plans so far, to which this one is added; None if the plan is the user's and must not be replaced.
+        others: finds the best plan of all variants within a number of predicted bytes; None if there is one variant.
 
     Raises:
         MemoryLimitError: by XLA's account no plan fits in the limit that the user set.
@@ -107,7 +106,7 @@ def checked(
             return None if leaner is None else lowered(program, leaner, jit_keywords)
 
         agreed = functools.partial(peak_of_all, group) if group is not None else lambda _, peak: peak
-        made = within_limit(plan, options.memory, compiled, replanned, agreed, others, options.untried)
+        made = fitting_plan(plan, options.memory, compiled, replanned, agreed, others, options.untried)
         if before is not None and others is None and made is not plan:
             rules, _ = before[identity_of(program)]
             before[identity_of(program)] = rules, replace(made, lowering=None, planner=None)
@@ -129,7 +128,7 @@ def compiled(plan: Plan) -> jax.stages.Compiled:
 def _leaner(
     program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any], target: float
 ) -> Plan | None:
-    """The plan that is predicted to hold no more than `target` bytes, or else the leanest; None if none is found."""
+    """A plan with a predicted peak of at most `target` bytes, or else the leanest; None if none is found."""
     memory = target / options.backend.usable
     for _ in range(2):
         try:
@@ -152,7 +151,7 @@ def _leaner_of_all(
     jit_keywords: Mapping[str, Any],
     target: float,
 ) -> Plan | None:
-    """The same plan on all processes: the leader finds it."""
+    """As `_leaner`, with the leader's plan on all processes."""
     find_leaner = functools.partial(_leaner, program, rules, options, jit_keywords, target)
     if group is None:
         return find_leaner()
@@ -162,7 +161,7 @@ def _leaner_of_all(
 
 
 def plan_of_text(text: str, program: Program, rules: Sequence[Rule], options: Options) -> Plan:
-    """The plan that another process has made of the same program."""
+    """The plan that another process made for the same program."""
     loaded = Plan.loads(text, options.mesh, where="the plan of another process").bound_to(program)
     return replace(loaded, comparison=comparison_of(program, rules, options))
 
@@ -171,12 +170,12 @@ PlansByProgram = dict[tuple[Any, ...], tuple[tuple[Rule, ...], Plan]]  # identit
 
 
 def identity_of(program: Program) -> tuple[Any, ...]:
-    """Equal for equal programs of one process: a fingerprint does not read what operations close over."""
+    """Equal for equal programs of one process, operations included: fingerprints leave out the arrays in them."""
     return program.fingerprint, *(one.params["operation"] for one in program.equations if one.primitive == OPERATION)
 
 
 def _planned_before(program: Program, rules: tuple[Rule, ...], before: PlansByProgram, mesh: MeshShape) -> Plan | None:
-    """The plan of an equal program; None if there is none, or its operations have changed since."""
+    """The plan of an equal program; None if there is none, or if the rules of its operations have changed."""
     known = before.get(identity_of(program))
     if known is None or known[0] != rules:
         return None
@@ -206,12 +205,12 @@ def planned(
     before: PlansByProgram,
     group: ProcessGroup | None = None,
 ) -> Plan:
-    """The plan of a traced program: that of an equal one planned before, or from the cache, if it is there.
+    """The plan of a traced program, taken from an equal program or from the cache if possible.
 
     Args:
-        jit_keywords: what plans that are compared by `refine` are compiled with.
-        before: plans made before; this one joins them.
-        group: the processes that share the mesh, all of which get the plan of one of them; None if one has it alone.
+        jit_keywords: with which `refine` compiles plans.
+        before: the plans so far, to which this one is added.
+        group: the processes that share the mesh and get the plan of one of them; None: one process has the mesh.
     """
     rules = checked_rules(program, dict(options.mesh.shape))
     known = _planned_before(program, rules, before, dict(options.mesh.shape))
@@ -249,11 +248,11 @@ def formulated(
     fixed: Mapping[int, Layout] | None = None,
     until: float = math.inf,
 ) -> Formulation:
-    """The problem of a program under the options of `autoshard`; a part of it where the whole takes too long.
+    """The problem of a program under the options of `autoshard`; a part of it if the whole takes too long.
 
     Args:
-        fixed: how arguments lie that may not lie otherwise; None: as the options and flax say.
-        until: when time is up, as `time.monotonic` has it; not with tactics, which restrict the whole.
+        fixed: layouts of the arguments that must not have others; None: those of the options and of flax metadata.
+        until: the end of formulating, as a time of `time.monotonic`. Tactics ignore it, as they restrict the whole.
     """
     mesh_shape = dict(options.mesh.shape)
     wished = wished_layouts(program, mesh_shape) if fixed is None else {}
@@ -272,20 +271,20 @@ def formulated(
     if options.tactics:
         return options.restricts(make(), options.tactics, mesh_shape)
     if is_too_large(program, mesh_shape):
-        return in_parts(mesh_shape, make, options.time_limit, options.search, until)
+        return formulated_near_best_choice(mesh_shape, make, options.time_limit, options.search, until)
     return in_time(mesh_shape, make, until)
 
 
 def with_sequences(backend: Backend) -> Backend:
-    """The compiler where sums over several mesh axes may be finished by sequences: some tactics are made of them."""
+    """The compiler, but with sums over several mesh axes finished by sequences of collectives, as tactics need."""
     return replace(backend, scatters=replace(backend.scatters, over_some_axes=True))
 
 
 def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
-    """Argument index -> how the user wants it to lie, by `fixed=` and `like=`.
+    """Argument index -> the layout that the user asks for by `fixed=` and `like=`.
 
     Raises:
-        ConflictError: the two contradict each other, or themselves.
+        ConflictError: the two options contradict each other, or one of them contradicts itself.
     """
     fixed = fixed_layouts(program, options.fixed, dict(options.mesh.shape))
     if options.like is not None:
@@ -294,10 +293,10 @@ def asked_layouts(program: Program, options: Options) -> dict[int, Layout]:
 
 
 def _with_shared(program: Program, fixed: Mapping[int, Layout], like: PlanData) -> dict[int, Layout]:
-    """What the user fixed, and the arguments that lie as those of another step.
+    """The fixed layouts, and those of arguments shared with another step.
 
     Raises:
-        ConflictError: the two contradict each other.
+        ConflictError: an argument has two different layouts.
     """
     shared = shared_layouts(program, like)
     for i, layout in shared.items():
@@ -325,16 +324,16 @@ def _check_types(program: Program, fixed: Mapping[int, Layout]) -> None:
 def _solved_with_sequences(
     program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]
 ) -> Plan:
-    """The plan of a program: with sums finished by sequences, if that is asked for and predicted to be faster.
+    """The plan of a program. Sums are finished by sequences if that is asked for and predicted to be faster.
 
-    The sequences make the problem larger, so that a search may end further from the best: it is solved without, too.
+    The problem without sequences is solved, too, since with them the search may end further from the best.
     """
     plain = _solved_in_reserve(program, rules, replace(options, reductions=None), jit_keywords)
     if options.reductions is None or options.tactics:
         return plain
     try:
         found = _solved(program, rules, options, jit_keywords)
-    except (CutoffReached, SolverError):
+    except (CutoffEnd, SolverError):
         return plain
     best = found if found.cost < plain.cost else plain
     bound = min(found.bound, best.bound)
@@ -344,9 +343,9 @@ def _solved_with_sequences(
 def _solved_in_reserve(
     program: Program, rules: tuple[Rule, ...], options: Options, jit_keywords: Mapping[str, Any]
 ) -> Plan:
-    """The plan of a program; the leanest, if that is predicted to fit only without what is kept free of the limit.
+    """The plan of a program; the leanest plan if that fits the limit only without the reserve.
 
-    Only devices that are there can say whether it fits: `checked` asks the compiled program.
+    The reserve is the share of the limit that predictions leave free. `checked` asks the compiled program.
     """
     try:
         return _solved(program, rules, options, jit_keywords)
@@ -367,7 +366,7 @@ def _solved_in_reserve(
 
 
 def _solved(program: Program, rules: Sequence[Rule], options: Options, jit_keywords: Mapping[str, Any]) -> Plan:
-    """The stages from a traced program to its plan; where several are compiled, the best of them."""
+    """The plan of a traced program by all stages; with `refine`, the best of several compiled plans."""
     options = options.timed()
     if len(program.equations) > LARGE_PROGRAM:
         begin_loading_compiled()
@@ -393,11 +392,11 @@ def solved(
     """The cheapest solution found within the memory limit.
 
     Args:
-        until: when the clock ends the search, if that is before the time limit has passed.
+        until: the end of the search, as a time of `time.monotonic`, if the time limit ends later.
 
     Raises:
-        MemoryLimitError: there is none.
-        CutoffReached: it is proven to take longer than `options.enough`.
+        MemoryLimitError: no solution fits.
+        CutoffEnd: every solution is proven to take longer than `options.enough`.
     """
     enough = None if formulation.least is not None else options.enough  # the bound of a part is not that of the whole
     try:
@@ -409,11 +408,11 @@ def solved(
 
 
 def _leanest(program: Program, formulation: Formulation, error: InfeasibleError, options: Options) -> Plan | None:
-    """The plan that needs the limit which an error names; None if none was found."""
+    """The plan that needs exactly the limit in an error; None if no plan is known."""
     if math.isinf(error.needed) or error.choice is None:
         return None
     figures = prediction_of(formulation, error.choice)
-    solution = at_its_price(Solution(error.choice, 0.0, 0.0, "feasible"), figures)
+    solution = at_limited_overlap(Solution(error.choice, 0.0, 0.0, "feasible"), figures)
     return lowered(program, Plan.of(described(formulation, solution, options)), {})
 
 
@@ -426,20 +425,20 @@ def cheapest(
     enough: Callable[[], float] | None = None,
     gap: float = 0.0,
 ) -> Solution:
-    """The cheapest solution found within the memory limit, with no more hidden than there is compute.
+    """The cheapest solution found within the memory limit, with overlap limited by the compute that there is.
 
-    However early time is up, the planner's own search has nothing dearer than data parallelism.
+    Even if time is up early, the planner's own search returns nothing that costs more than data parallelism.
 
     Args:
-        time_limit: seconds that the search may take, and its measure of work.
-        until: when the clock ends it, if that is before, as `time.monotonic` has it.
-        progress: told what is known, as by `solve`.
+        time_limit: seconds for the search, which also set its budget of work.
+        until: the end of the search, as a time of `time.monotonic`, if the time limit ends later.
+        progress: as for `solve`.
         search: as for `solve`.
-        enough: seconds: a solution that is proven to cost more is not sought further.
-        gap: as for `solve_within`. What a solution hides is then not weighed.
+        enough: the cutoff in seconds per step. The search ends once every solution is proven to cost more.
+        gap: as for `solve_within`. With a gap, the search does not take overlap into account.
 
     Raises:
-        CutoffReached: there is no solution that costs no more than `enough`.
+        CutoffEnd: every solution costs more than `enough`.
     """
 
     def solve(problem: Problem, budget: Budget | None = None) -> Solution:
@@ -452,7 +451,7 @@ def cheapest(
     def searched() -> Solution:
         found = solve(formulation.problem)
         if gap or time.monotonic() > until:
-            return at_its_price(found, prediction_of(formulation, found.choice))
+            return at_limited_overlap(found, prediction_of(formulation, found.choice))
         budget = Budget.of(time_limit, until)
         budget = replace(budget, work=OVERLAP_SHARE * budget.work)
         return with_limited_overlap(formulation, found, solve, budget, limit)
@@ -472,9 +471,10 @@ def checked_rules(program: Program, mesh: MeshShape) -> tuple[Rule, ...]:
 def comparison_of(
     program: Program, rules: Sequence[Rule], options: Options, fixed: Mapping[int, Layout] | None = None
 ) -> Comparison:
-    """What a plan is compared with. It formulates the step anew: a formulation takes megabytes, and a plan may stay.
+    """The comparison of a plan with alternatives, made on request.
 
-    A plan within tactics is compared with the best one without these, too.
+    It formulates the step again, since a formulation takes megabytes and a plan may live long. A plan with tactics is
+    compared with the best plan without tactics, too.
     """
     free = replace(options, tactics=())
 
@@ -492,7 +492,7 @@ def comparison_of(
 
 
 def described(formulation: Formulation, solution: Solution, options: Options) -> PlanData:
-    """The plan of a solution, with what it says beside its figures."""
+    """The plan of a solution, with its remarks."""
     mesh_shape = dict(options.mesh.shape)
     made = make_plan(formulation, solution, options.mesh)
     apart = [] if made.predicted.communication_seconds else [one.layout for one in made.arguments]

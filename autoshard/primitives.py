@@ -214,3 +214,11 @@ PRIMITIVES: dict[str, PrimitiveFacts] = {
     ),
     **_rows("select_and_scatter_add", FlopRule.WINDOW, runs_on_shards=True),  # of float16 on CPU
 }
+
+# Families of which several modules know something.
+BOUNDARIES = primitives_where(lambda facts: facts.is_boundary)
+CONTRACTIONS = primitives_where(lambda facts: facts.work is FlopRule.CONTRACTION)
+INCOMPLETE_GAMMAS = frozenset({"igamma", "igamma_grad_a", "igammac"})
+THREEFRY = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})  # JAX lowers them in two ways
+VIEWS = primitives_where(lambda facts: facts.is_view) | {"broadcast_in_dim"}  # the same elements, some of them repeated
+WINDOW_REDUCTIONS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})

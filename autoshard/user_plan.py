@@ -35,7 +35,7 @@ from autoshard.report.plan_sections import plan_sections, repr_text
 from autoshard.report.plot import plan_figure
 from autoshard.report.section import Section
 from autoshard.report.text import text_of
-from autoshard.tactics import TacticLike
+from autoshard.tactics.requests import TacticLike
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,8 +14,11 @@ import forked
 import pytest
 
 import autoshard
+import autoshard.ops
 import autoshard.pipeline
+import autoshard.rewrites
 import autoshard.solver
+import autoshard.tactics
 
 PACKAGE = Path(autoshard.__file__).parent
 
@@ -334,10 +337,11 @@ TYPES = {name: value for name, value in vars(autoshard.errors).items() if isinst
 ERRORS = [name for name, value in TYPES.items() if issubclass(value, Exception)]
 PUBLIC = [("autoshard", autoshard.__all__)]
 PUBLIC += [
-    (room.__name__, [name for name in room.__all__ if name.upper() != name])
-    for room in (autoshard.solver, autoshard.pipeline)
+    (room.__name__, [name for name in room.__all__ if callable(getattr(room, name))])
+    for room in (autoshard.ops, autoshard.pipeline, autoshard.rewrites, autoshard.solver, autoshard.tactics)
 ]
 PUBLIC += [("autoshard.decorated", ["ShardedFunction"]), ("autoshard.errors", ERRORS)]
+PUBLIC += [("autoshard.compiled.verification", ["Verification"]), ("autoshard.user_plan", ["Plan"])]
 
 
 @pytest.mark.parametrize("module, names", PUBLIC, ids=[module for module, _ in PUBLIC])

@@ -13,7 +13,7 @@ from oracles import mesh_of, v5e
 
 from autoshard import MemoryLimitError, MemoryWarning, Plan, autoshard, planning
 from autoshard.compiled import memory_check
-from autoshard.compiled.memory_check import REPLANS, within_limit
+from autoshard.compiled.memory_check import REPLANS, fitting_plan
 from autoshard.model import memory_limit
 from autoshard.options import bytes_of
 
@@ -72,7 +72,7 @@ def test_a_wrong_prediction_is_found_and_planned_around(blind):
 def test_without_the_check_the_limit_is_broken(blind, monkeypatch):
     limit = 0.6 * fastest_peak()
     blind(0.3)
-    monkeypatch.setattr(planning, "within_limit", lambda plan, *_: plan)
+    monkeypatch.setattr(planning, "fitting_plan", lambda plan, *_: plan)
     assert decorated(memory=limit).plan(WEIGHTS, BATCH).verify().actual_peak > limit
 
 
@@ -203,7 +203,7 @@ def tried(true_peak, limit=100.0, refused=lambda plan: None):
         refused(plan)
         return Compiled(true_peak(plan.predicted.peak_bytes))
 
-    return seen, within_limit(of(80), limit, compiled, of)
+    return seen, fitting_plan(of(80), limit, compiled, of)
 
 
 def test_what_is_tried_after_a_miss():

@@ -135,7 +135,7 @@ def test_a_width_that_is_reported_otherwise_is_caught(monkeypatch):
 
 def test_an_overlap_without_a_limit_is_caught(monkeypatch):
     monkeypatch.setattr("autoshard.planning.with_limited_overlap", lambda formulation, solution, *_: solution)
-    monkeypatch.setattr("autoshard.plans.make_plan.at_its_price", lambda solution, predicted: solution)
+    monkeypatch.setattr("autoshard.plans.make_plan.at_limited_overlap", lambda solution, predicted: solution)
     with pytest.raises(AssertionError):
         test_no_more_is_hidden_than_is_computed()
 

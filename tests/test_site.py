@@ -8,17 +8,21 @@ import functools
 import importlib.util
 import re
 from collections import Counter
+from types import ModuleType
 
 import pytest
 from documents import ROOT
 from prose import sentences
 
 import autoshard
+import autoshard.ops
 import autoshard.pipeline
+import autoshard.rewrites
 import autoshard.solver
 import autoshard.tactics
 
 DOCS = ROOT / "docs"
+PUBLIC = (autoshard, autoshard.ops, autoshard.pipeline, autoshard.rewrites, autoshard.solver, autoshard.tactics)
 
 
 def located(path: str) -> object:
@@ -41,9 +45,9 @@ def entries(reference: str) -> Counter:
 def faults(reference: str) -> list[str]:
     """Public names that the reference does not have exactly once."""
     found = entries(reference)
-    modules = {module.__name__: module for module in (autoshard, autoshard.pipeline, autoshard.solver)}
-    public = [(f"{module}.{name}", getattr(of, name)) for module, of in modules.items() for name in of.__all__]
-    return [f"{name}: {found[id(value)]} entries" for name, value in public if found[id(value)] != 1]
+    public = [(f"{package.__name__}.{name}", getattr(package, name)) for package in PUBLIC for name in package.__all__]
+    named = [(name, value) for name, value in public if not isinstance(value, ModuleType)]
+    return [f"{name}: {found[id(value)]} entries" for name, value in named if found[id(value)] != 1]
 
 
 REFERENCE = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))

@@ -1,9 +1,21 @@
-"""What a type checker, and so an editor, knows of a decorated step."""
+"""What a type checker, and so an editor, knows of a decorated step; public names are checked by all strict rules."""
 
+import fnmatch
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Collection
 from pathlib import Path
+
+import autoshard
+import autoshard.ops
+import autoshard.pipeline
+import autoshard.rewrites
+import autoshard.solver
+import autoshard.tactics
+
+PUBLIC = (autoshard, autoshard.ops, autoshard.pipeline, autoshard.rewrites, autoshard.solver, autoshard.tactics)
 
 STEPS = """
 import jax
@@ -93,3 +105,17 @@ def test_a_decorated_step_keeps_its_signature_and_has_methods(tmp_path):
     assert len(revealed) == len(REVEALED), done.stdout
     for found, expected in zip(revealed, REVEALED, strict=True):
         assert re.fullmatch(expected, found.replace("builtins.", "")), found
+
+
+def loosely_checked(strict: Collection[str]) -> set[str]:
+    """Modules that define public names of the package and match none of the patterns of strictly checked modules."""
+    found = {getattr(getattr(package, name), "__module__", None) for package in PUBLIC for name in package.__all__}
+    homes = {module for module in found if module and module.startswith("autoshard.")}
+    return {module for module in homes if not any(fnmatch.fnmatch(module, pattern) for pattern in strict)}
+
+
+def test_modules_of_public_names_are_checked_by_all_strict_rules():
+    settings = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    (strict,) = (row["module"] for row in settings["tool"]["mypy"]["overrides"] if "strict_equality" in row)
+    assert loosely_checked(strict) == set()
+    assert loosely_checked([one for one in strict if one != "autoshard.solver.solve"]) == {"autoshard.solver.solve"}

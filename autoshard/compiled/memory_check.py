@@ -45,10 +45,10 @@ class MemoryWarning(UserWarning):
     """
 
 
-def within_limit(
+def fitting_plan(
     plan: AnyPlan,
     limit: float,
-    compiled: Compiler,
+    compiled: Compiler[AnyPlan],
     replanned: Callable[[float], AnyPlan | None],
     agreed: Callable[[int, float | None], float | None] = lambda number, peak: peak,
     roomier: Callable[[float], AnyPlan | None] | None = None,
@@ -114,7 +114,7 @@ def over_limit_error(plan: PlanData, limit: float) -> MemoryLimitError:
 def confirmed(
     error: MemoryLimitError,
     leanest: Callable[[], AnyPlan | None],
-    compiled: Compiler,
+    compiled: Compiler[AnyPlan],
     untried: Sequence[str] = UNTRIED_MEMORY_OPTIONS,
 ) -> MemoryLimitError:
     """An error that names a limit which holds once compiled: the one it came with, or the compiled peak of its plan.
@@ -155,7 +155,7 @@ def confirmed(
     return MemoryLimitError(message, budget=error.budget, needed=needed, least=error.least, largest=error.largest)
 
 
-def _compiled_peak(compiled: Compiler, plan: AnyPlan) -> float | None:
+def _compiled_peak(compiled: Compiler[AnyPlan], plan: AnyPlan) -> float | None:
     """Bytes by XLA's account; inf if they are more than the compiler may use, None if it does not compile the plan."""
     try:
         return peak_bytes(compiled(plan))

@@ -104,6 +104,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether collectives and memory are as predicted."""
         return self.collectives_agree and self.memory_agrees
 
     def sections(self) -> list[Section]:
@@ -170,8 +171,8 @@ def without_dropped(predicted: Prediction, found: CompiledProgram, arguments: Se
 
     def padded_bytes(one: PlacedArray) -> int:
         shape = local_shape(one.shape, one.layout, mesh)
-        width = PACKED_BYTES.get(one.dtype) or one.local_bytes // max(1, math.prod(shape)) or 1
-        return math.ceil(width * padded_size(shape, tile, packed=elements_in_word(width)))
+        itemsize = PACKED_BYTES.get(one.dtype) or one.local_bytes // max(1, math.prod(shape)) or 1
+        return math.ceil(itemsize * padded_size(shape, tile, packed=elements_in_word(itemsize)))
 
     spared = sum(padded_bytes(one) for one, sharding in pairs if sharding is None and not one.on_host)
     return replace(predicted, peak_bytes=predicted.peak_bytes - spared)

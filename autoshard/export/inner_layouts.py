@@ -19,12 +19,12 @@ from autoshard.mesh.resharding import stops
 from autoshard.model.equations import folds_by_hand, is_lookup
 from autoshard.operations.primitive import OPERATION
 from autoshard.plans.plan import PlacedArray, PlanData
+from autoshard.primitives import BOUNDARIES
 from autoshard.program import Equation, Program, Value
 from autoshard.program.signature import text_of_value
 from autoshard.propagation.padded_windows import UNPADDED
 from autoshard.propagation.rules.windows import STENCIL, WRAPS
 
-_BOUNDARIES = {"scan_const", "scan_carry", "scan_slice", "scan_stack", "branch_const", "branch_join"}
 Chain = tuple[Layout, ...]  # constraints, one after the other
 
 
@@ -203,7 +203,7 @@ class _Table:
 
     def row(self, equation: Equation) -> InnerRow:
         line, name = str(equation.source or ""), equation.primitive
-        if name in _BOUNDARIES:
+        if name in BOUNDARIES:
             return InnerRow(equation.path, "", line, reads=self.reads(equation), **self.made(equation.outputs))
         if name == STENCIL:  # its operands are those of equations before it
             self.left.append(f"a stencil at {line}")

@@ -23,7 +23,7 @@ from autoshard.program.flattening import flattened
 from autoshard.program.signature import Arguments, ArgumentSelection, join
 from autoshard.program.user_code import shows_users_lines
 from autoshard.report.units import bytes_text
-from autoshard.tactics import Roles, batch_dim
+from autoshard.tactics.roles import Roles, batch_dim
 from autoshard.user_plan import Plan
 
 QUESTION_SHARE = 0.125  # of the time limit: the work that may be spent on whether one number of rows fits

@@ -116,7 +116,7 @@ class FrontierStep:
             gap: as for `solve_within`.
 
         Raises:
-            CutoffReached: there is no solution that takes no more than is enough.
+            CutoffEnd: there is no solution that takes no more than is enough.
             MemoryLimitError: there is none; it carries the smallest limit found that would do.
         """
         limited = replace(self.formulation, problem=replace(self.formulation.problem, limit=memory, checked=True))

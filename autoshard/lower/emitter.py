@@ -71,7 +71,7 @@ class Emitter:
         program: Program,
         annotations: Annotations,
         mesh: Mesh | AbstractMesh,
-        results: Sequence[Layout] | None = None,  # the layouts of results; None: each stays in the layout it is made in
+        results: Sequence[Layout] | None = None,  # of results; None: each stays in the layout in which it is made
     ):
         self.program, self.annotations, self.mesh, self.wanted = program, annotations, mesh, results
         self.equations: Mapping[tuple, Equation] = {equation.path: equation for equation in program.equations}
@@ -79,7 +79,7 @@ class Emitter:
         self.first_readers = first_readers(program, annotations)
 
     def run(self, *arguments: Any) -> list:
-        # The caller may have set another mesh, even of another size: no mesh is set first, then that of the plan.
+        # The caller may have set another mesh, even of another size, so it is unset before that of the plan is set.
         with jax.sharding.use_abstract_mesh(NO_MESH), jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.results(arguments)
 
@@ -99,7 +99,10 @@ class Emitter:
         return list(map(self.result, self.program.results, made, self.wanted))
 
     def result(self, value: Value | np.ndarray, entry: ShardedArray, want: Layout) -> Any:
-        """A result in its layout. If it is not made so, a constraint says whose it is; XLA names nothing otherwise."""
+        """A result in its layout. A constraint that reshards it has the name of the equation that makes it.
+
+        By this name, collectives of the compiled program are attributed to the equation.
+        """
         if not entry.layout or entry.layout == want:
             return entry.array
         with named_after(self.program.makers.get(value.id) if isinstance(value, Value) else None):
@@ -115,32 +118,32 @@ class Emitter:
             return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
 
     def constrained(self, array: Any, layout: Layout | None) -> Any:
-        if not layout or not is_array(jax.typeof(array)):  # without a plan, without dims, or a token
+        if not layout or not is_array(jax.typeof(array)):  # no plan, a scalar, or a token
             return array
         memory_kind = HOST if on_host(jax.typeof(array)) else None
         sharding = NamedSharding(self.mesh, spec_of(layout), memory_kind=memory_kind)
         return jax.lax.with_sharding_constraint(array, sharding)
 
     def constrained_to(self, array: Any, sharding: NamedSharding | None) -> Any:
-        """The user's own constraint, on our mesh."""
+        """The user's own constraint, on the mesh of the plan."""
         if sharding is None or open_axes(sharding.mesh):  # the plan decides along open axes, too
             return array
         ours = NamedSharding(self.mesh, sharding.spec, memory_kind=sharding.memory_kind)
         return jax.lax.with_sharding_constraint(array, ours)
 
     def resharded(self, array: Any, source: Layout | None, target: Layout | None) -> Any:
-        """An array from one layout to another, by way of those that XLA needs; from None: it may lie in any."""
+        """An array resharded from one layout to another, by way of those that XLA needs; None: from any layout."""
         return self.constrained(self.at_last_stop(array, source, target), target)
 
     def at_last_stop(self, array: Any, source: Layout | None, target: Layout | None) -> Any:
-        """An array where XLA can take it to its target from, as `out_shardings` have it do with results."""
+        """An array in the last layout on the way to its target, from which XLA reshards it by `out_shardings`."""
         if source and target and is_array(jax.typeof(array)):
             for stop in stops(source, target, self.mesh.shape):
                 array = self.constrained(array, stop)
         return array
 
     def sharded(self, value: int, array: Any) -> ShardedArray:
-        """The array of a value, constrained to the layout it is made in, and its shared copy."""
+        """The array of a value, constrained to the layout in which it is made, and its shared copy."""
         home, pin, made_in = (
             self.annotations.homes.get(value),
             self.constraints.get(value),
@@ -154,7 +157,7 @@ class Emitter:
             return ShardedArray(array, home, self.resharded(array, home, copy_layout), copy_layout)
 
     def read(self, entry: ShardedArray, equation: Equation | None, operand: int) -> Any:
-        """The array as this operand wants it."""
+        """The array in the layout of this operand."""
         want = None if equation is None else self.annotations.wants.get((equation.index, operand))
         if want is None or want == entry.layout:
             return entry.array
@@ -165,7 +168,7 @@ class Emitter:
     def behind_barrier(
         self, operands: Sequence[ShardedArray], readers: Sequence[Equation | None]
     ) -> list[ShardedArray]:
-        """All of them behind one barrier: what is computed from one waits for the others.
+        """The arrays behind one barrier: an equation that reads one of them waits for the others.
 
         Says the shardings again: propagation passes through a barrier, and would pick others behind it. XLA may move
         what gathers an operand behind the barrier, and call it as this: it has the line of the operand's reader.
@@ -231,7 +234,7 @@ class Emitter:
             (ended,) = self.stencil(eqn, equation, operands)
             if len(eqn.outvars) == 1:
                 return [ended]
-            others = run(eqn, [entry.array for entry in operands])  # other pieces of a split are inside stencils
+            others = run(eqn, [entry.array for entry in operands])  # other outputs of a split are read inside stencils
             made = [ShardedArray(array, made_by=(eqn, operands)) for array in others]
             return [ended if i == equation.params["output"] else one for i, one in enumerate(made)]
         if name in CONSTRAINTS:
@@ -244,7 +247,7 @@ class Emitter:
         return made
 
     def stencil(self, eqn: JaxprEqn, equation: Equation, operands: list[ShardedArray]) -> list[ShardedArray]:
-        """Runs all that leads from a stencil's sources to its result again, on shards if devices exchange halos."""
+        """Runs the equations from a stencil's sources to its result again, on shards if devices exchange halos."""
         steps = equation.params["steps"]
         equations, sources = unfolded(steps, eqn, operands)
         arrays = [self.read(sources[i], equation, i) for i in range(len(sources))]
@@ -270,7 +273,7 @@ class Emitter:
         if equation is not None and equation.primitive == OPERATION:
             chosen = self.annotations.runs.get(
                 equation.index, UNSPLIT_RUN
-            )  # by hand as well: there may be a kernel in it
+            )  # also under `shard_map`, since it may contain a kernel
             return list(Call.of(equation, rule_of(equation)).on_mesh(chosen, self.mesh)(*arrays))
         if None in homes or equation is None:
             return safely_split(run_it, eqn, arrays, layout, self.mesh.shape)
@@ -286,14 +289,14 @@ class Emitter:
         )
 
     def kernel(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
-        """Runs a kernel whole on every device: compilers refuse to split one, and have to be told so."""
+        """Runs a kernel whole on every device, in a `shard_map`, since compilers refuse to split kernels."""
         whole = PartitionSpec()
         return self.on_shards(
             lambda *shards: run(eqn, shards), arrays, [whole] * len(arrays), [whole] * len(eqn.outvars)
         )
 
     def on_shards(self, function: Callable, arrays: Sequence[Any], in_specs: Sequence, out_specs: Any) -> Any:
-        """What every device makes of its shards, which the partitioner does not look into."""
+        """Runs a function on the shards of every device, where the partitioner does not change it."""
         by_hand = jax.shard_map(
             function, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
         )
@@ -302,7 +305,7 @@ class Emitter:
     def custom(
         self, eqn: JaxprEqn, opened: ClosedJaxpr, operands: list[ShardedArray], path: tuple
     ) -> list[ShardedArray]:
-        """Runs the annotated body; differentiates by the rule the user gave."""
+        """Runs the annotated body. Its derivative is the rule that the user gave."""
         shells, made = [entry.shell for entry in operands], list[ShardedArray]()
         written, captured = uncaptured(eqn)
 
@@ -316,7 +319,7 @@ class Emitter:
         def derivative(primals, tangents):
             (arrays, copies), (tangent_arrays, _) = primals, tangents
             own, moving = arrays[captured:], tangent_arrays[captured:]
-            # JAX refuses to differentiate with respect to what the user's function closes over, even by zero.
+            # JAX refuses to differentiate with respect to arrays that the user's function closes over, even by zero.
             varied = [i for i, tangent in enumerate(moving) if not isinstance(tangent, SymbolicZero)]
 
             def of_varied(*some):
@@ -333,9 +336,9 @@ class Emitter:
         return list(map(ShardedArray.holding, made, arrays, copies, makers))
 
     def remat(self, eqn: JaxprEqn, operands: list[ShardedArray], path: tuple) -> list[ShardedArray]:
-        """In a backward pass a barrier keeps XLA from undoing the recomputation, as JAX's own lowering does.
+        """Runs a recomputation. In a backward pass a barrier keeps XLA from undoing it, as in JAX's own lowering.
 
-        Cotangents are among its operands, so that the recomputation waits for the backward pass to come to it.
+        Cotangents are among the operands of the barrier, so that the recomputation waits until they are there.
         """
         opened = called_jaxpr(eqn)
         assert opened is not None, "a checkpoint calls one"
@@ -359,13 +362,13 @@ class Emitter:
         ]
 
     def crossing(self, entry: ShardedArray, path: tuple, operand: int = 0) -> Any:
-        """A value as a boundary equation wants it."""
+        """A value in the layout that a boundary equation reads."""
         equation = self.equations.get(path)
         with named_after(equation):
             return self.read(entry, equation, operand)
 
     def entered(self, array: Any, path: tuple, output: int = 0) -> ShardedArray:
-        """What a boundary equation makes of an array on the other side."""
+        """The result of a boundary equation for an array from the other side."""
         equation = self.equations.get(path)
         if equation is None:
             return ShardedArray(array)
@@ -412,7 +415,7 @@ class Emitter:
             handed_on = self.handed_on(self.call(params["body_jaxpr"], entries[tests:], (*path, "body")), path)
             if not params["cond_jaxpr"].out_avals[0].shape:
                 return handed_on
-            still = going_on(entries)  # vmap makes one flag per loop of the batch: each loop stops on its own
+            still = going_on(entries)  # under vmap there is a flag per loop of the batch, and each loop stops by itself
             return [_where(still, new, old) for new, old in zip(handed_on, carry, strict=True)]
 
         finals = jax.lax.while_loop(test, body, outside[consts:])
@@ -446,7 +449,7 @@ class Emitter:
         platforms = eqn.params.get("branches_platforms")
         if platforms is None:
             arrays = jax.lax.switch(operands[0].array, branches)
-        else:  # lowering knows the platform, and emits its branch alone
+        else:  # lowering knows the platform and emits only its branch
             taken_on = {name: taken for names, taken in zip(platforms, branches, strict=True) for name in names or ()}
             default = next((taken for names, taken in zip(platforms, branches, strict=True) if names is None), None)
             arrays = jax.lax.platform_dependent(default=default, **taken_on)
@@ -454,7 +457,7 @@ class Emitter:
 
 
 def _where(flags: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """The rows of `new` whose flag is set, else those of `old`; flags stand for leading dims."""
+    """The rows of `new` where a flag is set, else those of `old`; the dims of `flags` are the leading dims."""
     return jnp.where(flags.reshape(*flags.shape, *[1] * (new.ndim - flags.ndim)), new, old)
 
 

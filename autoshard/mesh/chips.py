@@ -60,14 +60,15 @@ class Chip:
     clock: float | None = None  # Hz, of a TPU
     torus_dims: int = 0  # dims of the torus that its chips form, 0 without one
     wraps: int = 0  # a torus dim that is a multiple of this closes to a ring
+    switches_cubes: bool = False  # optical switches join whole cubes of `wraps` chips a side: all dims close, or none
     cores: int = 1  # devices on one chip, where names and coordinates count chips
     core_link: Link | None = None  # between the devices on one chip
     host_bandwidth: float | None = None  # bytes/s to the host's memory, and as much back; None: it is the same
 
     def rings(self, dims: Sequence[int]) -> tuple[bool, ...]:
-        """Which dims of a slice's torus close to a ring; of three, all or none, since whole cubes are switched."""
+        """Which dims of a slice's torus close to a ring."""
         closes = [self.torus_dims > 0 and size % self.wraps == 0 for size in dims]
-        if self.torus_dims == 3 and not (len(dims) == 3 and all(closes)):
+        if self.switches_cubes and not (len(dims) == self.torus_dims and all(closes)):
             return (False,) * len(dims)
         return tuple(closes)
 
@@ -82,10 +83,15 @@ class Chip:
 
 
 def _tpu(
-    kinds, constants, memory_gib, memory_gb_s, bf16, ici_gb_s, dcn_gbit_s, *, dims, wraps,
-    clock=None, int8=None, fp8=None, cores=1, host_gb_s=15,
+    kinds, constants, memory_gib, memory_gb_s, bf16, ici_gb_s, dcn_gbit_s, *, dims, wraps=0,
+    cube=0, clock=None, int8=None, fp8=None, cores=1, host_gb_s=15,
 ) -> Chip:  # fmt: skip
-    """A row in the units of the sources, all per chip: GiB, GB/s, TFLOP/s, GB/s one way per link, Gbit/s, GHz, GB/s."""
+    """A row in the units of the sources, all per chip: GiB, GB/s, TFLOP/s, GB/s one way per link, Gbit/s, GHz, GB/s.
+
+    Args:
+        wraps: as of `Chip`, of a chip whose slices are no cubes.
+        cube: chips along a side of the cubes that are switched.
+    """
     rates = {"bfloat16": bf16, "float32": bf16, "int8": int8, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
     return Chip(
         kinds=kinds,
@@ -97,7 +103,8 @@ def _tpu(
         network=Link(latency=1e-5, bandwidth=dcn_gbit_s / 8 * _GB / cores),  # [guess], [tpu]
         clock=None if clock is None else clock * 1e9,
         torus_dims=dims,
-        wraps=wraps,
+        wraps=cube or wraps,
+        switches_cubes=cube > 0,
         cores=cores,
         core_link=Link(latency=1e-6, bandwidth=6 * ici_gb_s * _GB) if cores > 1 else None,  # [tpu]: 6 times one link
         host_bandwidth=host_gb_s * _GB / cores,
@@ -128,18 +135,18 @@ _V5E, _V5P, _H100 = _taken_from("v5e"), _taken_from("v5p"), _taken_from("h100")
 CHIPS: Mapping[str, Chip] = {
     # [tpu]: memory, its bandwidth, peak compute, network per chip (v4: [guess]); [book]: ICI of one link, link to the
     # host; [aot]: clock
-    "v4": _tpu(("tpu v4",), _V5P, 32, 1200, 275, 45, 50, dims=3, wraps=4, clock=1.05, int8=275, host_gb_s=16),
+    "v4": _tpu(("tpu v4",), _V5P, 32, 1200, 275, 45, 50, dims=3, cube=4, clock=1.05, int8=275, host_gb_s=16),
     "v5e": _tpu(
         ("tpu v5 lite", "tpu v5e"), _measured_on("v5e"), 16, 819, 197, 50, 25, dims=2, wraps=16, clock=1.5, int8=393
     ),
     "v5p": _tpu(
-        ("tpu v5p", "tpu v5"), _measured_on("v5p"), 95, 2765, 459, 100, 50, dims=3, wraps=4, clock=1.75, int8=918
+        ("tpu v5p", "tpu v5"), _measured_on("v5p"), 95, 2765, 459, 100, 50, dims=3, cube=4, clock=1.75, int8=918
     ),
     "v6e": _tpu(
         ("tpu v6 lite", "tpu v6e"), _V5E, 32, 1638, 918, 100, 100, dims=2, wraps=16, clock=1.75, int8=1836, host_gb_s=32
     ),
     # its two chiplets are two JAX devices, each with half of the chip
-    "7x": _tpu(("tpu7x", "tpu v7x"), _V5P, 192, 7380, 2307, 100, 100, dims=3, wraps=4, fp8=4614, cores=2, host_gb_s=32),
+    "7x": _tpu(("tpu7x", "tpu v7x"), _V5P, 192, 7380, 2307, 100, 100, dims=3, cube=4, fp8=4614, cores=2, host_gb_s=32),
     # [nv] and [dgx]
     "a100": _gpu(("a100",), _H100, 80, 2039, 312, 156, 300, 200, 32, int8=624),
     "h100": _gpu(("h100",), _measured_on("h100"), 80, 3350, 989.5, 494.5, 450, 400, 64, int8=1979, fp8=1979),

@@ -63,7 +63,7 @@ class Collective:
     why: str = ""  # what asks for it: "partial sums of dot_general", "state/params/w for dot_general"
     is_per_turn: bool = False  # whether it stands in a loop of unknown length: counted as in a single turn
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise MeshError(f"unknown collective {self.kind!r}; known are {', '.join(KINDS)}")
 

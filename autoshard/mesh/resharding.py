@@ -213,7 +213,7 @@ class _Group:
                 return steps
         if not target.replicated:
             self.traits.add(CUTS)
-            steps = self.in_two(source, target)
+            steps = self.resharded_in_two_steps(source, target)
             if steps is None:
                 steps = self.in_groups(source, target)
             if steps is not None or not rematerialize:
@@ -298,7 +298,7 @@ class _Group:
         pairs = swaps(between, target)
         return None if pairs is None else self.reshard(source, between) + self.all_to_all(between, target, pairs)
 
-    def in_two(self, source: Tiling, target: Tiling) -> _Steps | None:
+    def resharded_in_two_steps(self, source: Tiling, target: Tiling) -> _Steps | None:
         """TryComplexReshardHandling: by way of a tiling from which a direct reshard leads on."""
         if (halves := split_or_merge(source, target)) is not None:
             return self.reshard(*halves, rematerialize=False)

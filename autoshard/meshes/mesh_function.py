@@ -20,7 +20,7 @@ from autoshard.processes import ProcessGroup
 from autoshard.processes.agreement import mesh_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
-from autoshard.solver.runtime.cutoff import CutoffReached
+from autoshard.solver.runtime.cutoff import CutoffEnd
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -191,7 +191,7 @@ class MeshChoosingFunction(ShardedFunction[Parameters, Result]):
                 if shared is not None:
                     vars(step)["_traced"] = functools.partial(_already_traced, shared)
                 made = step.plan(*args, **kwargs)
-            except CutoffReached:
+            except CutoffEnd:
                 slower += 1
                 continue
             except (MemoryLimitError, ConflictError, MeshError) as error:

@@ -8,9 +8,9 @@ from autoshard.errors import MicrobatchError
 from autoshard.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from autoshard.microbatches.relations import Invariant, PartialResult, Relation
 from autoshard.microbatches.rows import Microbatches
+from autoshard.primitives import CONTRACTIONS
 from autoshard.program.user_code import source_of
 
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 NEEDS_SUMS = "needs what only all microbatches together tell, a sum over the batch"
 
 
@@ -40,7 +40,7 @@ def refusal(conflict: Conflict, split: Microbatches) -> MicrobatchError:
     )
 
 
-class NeedsAhead(Exception):
+class EarlySumNeed(Exception):
     """An equation of the step's own jaxpr needs sums over the batch before microbatches run."""
 
     def __init__(self, conflict: Conflict, wanted: set[Var], sums: frozenset[Var] = frozenset()):
@@ -53,7 +53,7 @@ class NeedsAhead(Exception):
         self.conflict, self.vars, self.sums = conflict, wanted, sums
 
 
-def sums_behind(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation]) -> set[Var]:
+def batch_sums_of(late: set[Var], jaxpr: Jaxpr, relations: Mapping[Var, Relation]) -> set[Var]:
     """The sums over the batch that these values are made of."""
     makers = {made: eqn for eqn in jaxpr.eqns for made in eqn.outvars}
     todo, found, seen = list(late), set[Var](), set[Var]()
@@ -87,7 +87,7 @@ def is_of_batch_alone(jaxpr: Jaxpr, var: Var, split: Microbatches) -> bool:
 
 
 def _multiplies(eqn: JaxprEqn) -> Iterable[bool]:
-    yield eqn.primitive.name in _PRODUCTS
+    yield eqn.primitive.name in CONTRACTIONS
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else [value]:
             inner = one.jaxpr if isinstance(one, ClosedJaxpr) else one

@@ -77,7 +77,7 @@ class Microbatch:
         if path in self.proof.drawn:
             return self.drawn(eqn, small, operands)
         if (column := self.proof.counted.get(path)) is not None:
-            return self.at_rows(eqn, small, operands, column)
+            return self.with_rows_of_microbatch(eqn, small, operands, column)
         if path in self.proof.own:
             return self.statistics(eqn, small, operands, is_sum=self.proof.own[path])
         name = eqn.primitive.name
@@ -102,7 +102,7 @@ class Microbatch:
             for var, other in zip(eqn.outvars, small.outvars, strict=True)
         ]
 
-    def at_rows(self, eqn: JaxprEqn, small: JaxprEqn, operands: list[Any], column: int) -> list[Any]:
+    def with_rows_of_microbatch(self, eqn: JaxprEqn, small: JaxprEqn, operands: list[Any], column: int) -> list[Any]:
         """A gather or scatter whose indices count the rows of the whole batch."""
         operands[1] = renumbered(operands[1], column, self.split)
         alike = with_numbers_of(eqn, small)

@@ -33,11 +33,11 @@ from autoshard.microbatches.blocks import blocks_of
 from autoshard.microbatches.conflicts import (
     NEEDS_SUMS,
     Conflict,
-    NeedsAhead,
+    EarlySumNeed,
+    batch_sums_of,
     is_of_batch_alone,
     paired_equations,
     refusal,
-    sums_behind,
 )
 from autoshard.microbatches.relations import (
     OWN,
@@ -62,7 +62,7 @@ from autoshard.microbatches.relations import (
 )
 from autoshard.microbatches.row_numbers import reads_positions, row_column
 from autoshard.microbatches.rows import Microbatches
-from autoshard.microbatches.statistics import RunningStates, changed_states, is_backward, late_behind, remark_of
+from autoshard.microbatches.statistics import RunningStates, changed_states, is_backward, late_inputs, remark_of
 from autoshard.program import Equation, Value
 from autoshard.program.reader import kind_of
 from autoshard.program.user_code import source_of
@@ -124,7 +124,7 @@ def proof(whole: ClosedJaxpr, part: ClosedJaxpr, split: Microbatches) -> Proof:
                 return found
             states, scaled = dict(found.handed_on), scaled | walk.scaled
             continue
-        except NeedsAhead as needed:
+        except EarlySumNeed as needed:
             conflict = needed.conflict
             if needed.vars - ahead and all(is_of_batch_alone(whole.jaxpr, var, split) for var in needed.vars):
                 ahead |= needed.vars
@@ -182,12 +182,12 @@ class _ProofWalk:
         for i, (eqn, small) in enumerate(pairs):
             relations = [_read(env, atom) for atom in eqn.invars]
             if Invariant.OWN in relations:
-                self.scaled |= late_behind(eqn, self.makers, env)
+                self.scaled |= late_inputs(eqn, self.makers, env)
             try:
                 found, place = self.placed(eqn, small, relations, (i,))
-            except NeedsAhead as needed:
-                late = sums_behind(needed.vars, whole.jaxpr, env)
-                again = NeedsAhead(needed.conflict, late, sums_of(env[var] for var in late))
+            except EarlySumNeed as needed:
+                late = batch_sums_of(needed.vars, whole.jaxpr, env)
+                again = EarlySumNeed(needed.conflict, late, sums_of(env[var] for var in late))
                 if not self.may_be_own(whole.jaxpr, again):
                     raise again from None
                 kinds = {True: Invariant.OWN_BACKWARD, False: Invariant.OWN}
@@ -218,7 +218,7 @@ class _ProofWalk:
         own = self.own, running, handed_on, self.own_lines()
         return Proof(env, places, self.ahead, self.drawn, touched, self.counted, *own)
 
-    def may_be_own(self, jaxpr: Jaxpr, needed: NeedsAhead) -> bool:
+    def may_be_own(self, jaxpr: Jaxpr, needed: EarlySumNeed) -> bool:
         """Whether each microbatch may have its own of sums that an equation needs; the next walk knows them then."""
         sums = (needed.conflict.sums or needed.sums) - self.sums
         if self.split.own_statistics is None or not sums:
@@ -255,7 +255,7 @@ class _ProofWalk:
             }
             if not late:
                 raise
-            raise NeedsAhead(conflict, late) from None
+            raise EarlySumNeed(conflict, late) from None
         differs = rows or any(isinstance(one, BatchRows | PartialResult) or one in OWN for one in (*relations, *found))
         if differs and eqn.effects and any("IO" in str(effect) or "Ordered" in str(effect) for effect in eqn.effects):
             raise Conflict(eqn, "has an effect that every microbatch would have")

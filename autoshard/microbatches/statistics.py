@@ -58,7 +58,7 @@ class RunningStates:
         equations = equations_of(jaxpr)
         live = _live(jaxpr)
         while states:
-            chosen = _between(equations, states)
+            chosen = _equations_between_states(equations, states)
             late = {var for i in chosen for var in equations[i].outvars}
             bad = {
                 var
@@ -69,7 +69,7 @@ class RunningStates:
                 or (i not in chosen and var in late | {*states} and places[i] is not Invariant.AFTER)
             }
             changed = {var for i in chosen for var in _variables(equations[i])}
-            good = [var for var in states if var in changed and not bad & {var, *_behind(equations, var)}]
+            good = [var for var in states if var in changed and not bad & {var, *_made_of(equations, var)}]
             fine = {var: states[var] for var in good}
             if fine == states:
                 return cls(states, frozenset(chosen), frozenset(late))
@@ -125,7 +125,7 @@ def changed_states(jaxpr: Jaxpr, carried: Mapping[int, int], relations: Mapping[
     }
 
 
-def late_behind(eqn: JaxprEqn, makers: Mapping[Var, JaxprEqn], relations: Mapping[Var, Relation]) -> set[Var]:
+def late_inputs(eqn: JaxprEqn, makers: Mapping[Var, JaxprEqn], relations: Mapping[Var, Relation]) -> set[Var]:
     """What an equation reads that is made after the last microbatch, of sums, and what that is made of."""
     todo, found = _variables(eqn), set[Var]()
     while todo:
@@ -144,7 +144,7 @@ def _kept(equations: Sequence[JaxprEqn]) -> list[Var]:
     return [var for eqn in equations for var in eqn.outvars if not isinstance(var, DropVar)]
 
 
-def _behind(equations: Sequence[JaxprEqn], start: Var) -> set[Var]:
+def _made_of(equations: Sequence[JaxprEqn], start: Var) -> set[Var]:
     """All that is made of a variable."""
     found = {start}
     for eqn in equations:
@@ -153,9 +153,9 @@ def _behind(equations: Sequence[JaxprEqn], start: Var) -> set[Var]:
     return found - {start}
 
 
-def _between(equations: Sequence[JaxprEqn], states: Mapping[Var, Var]) -> set[int]:
+def _equations_between_states(equations: Sequence[JaxprEqn], states: Mapping[Var, Var]) -> set[int]:
     """The equations on the ways from states to what takes their places."""
-    made = {var for state in states for var in (state, *_behind(equations, state))}
+    made = {var for state in states for var in (state, *_made_of(equations, state))}
     wanted, found = set(states.values()), set[int]()
     for i in reversed(range(len(equations))):
         if not wanted.isdisjoint(equations[i].outvars) and not made.isdisjoint(_variables(equations[i])):

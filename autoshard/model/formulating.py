@@ -25,8 +25,8 @@ from autoshard.model.heap.result_places import (
     copied_for_others,
     copied_results,
     copied_when_donated,
+    donations_not_overwritten,
     looped,
-    made_apart,
     returned,
     taking_places,
     updated_in_loops,
@@ -47,17 +47,17 @@ from autoshard.model.option_sets.argument_homes import ArgumentHomes
 from autoshard.model.option_sets.option_set import OptionSet
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
-    and_copies_apart,
+    and_narrow_copies,
     any_of,
-    copies_apart,
     copies_of,
     from_argument,
     homes_of,
+    narrow_copies,
     only_where,
     or_unlike,
-    with_copies_apart,
-    without_copies_apart,
+    with_narrow_copies,
     without_growth,
+    without_narrow_copies,
 )
 from autoshard.model.pricing.formulation_deadline import once_in_time
 from autoshard.model.pricing.price_lists import PriceLists
@@ -86,7 +86,7 @@ def formulate(
 
     Args:
         offered: the strategies and homes among which is chosen; None: all.
-        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulatingLate`.
+        until: when time is up, as `time.monotonic` has it: what is not done by then raises `FormulationTimeout`.
         **how: the rest of what `formulator` takes.
     """
     return formulator(program, rules, mesh, topology, **how)(offered=offered, until=until)
@@ -104,9 +104,9 @@ def formulator(
     backend: Backend = CPU,
     moves_views: bool = False,
 ) -> Callable[..., Formulation]:
-    """What makes problems of `program`, as many as are asked for: `offered=` and `until=`, as for `formulate`.
+    """A function that makes problems of `program`, with `offered=` and `until=` as for `formulate`.
 
-    What they have in common is found when the first is asked for.
+    The first call computes what all problems share.
 
     Args:
         program: the traced step.
@@ -158,7 +158,7 @@ class _Formulator:
         self.names: list[str] = []
         self.edges: list[Edge] = []
         self.lives: list[Live] = []
-        self.heap = Heap()  # what of these are temporaries and results
+        self.heap = Heap()  # the lives of temporaries and results
         self.tables = ResultTables(backend, math.prod(prices.mesh.values()))
         self.reshardings: list[Resharding] = []
         self.shared: dict[int, SharedLayout] = {}
@@ -168,8 +168,8 @@ class _Formulator:
         self.copied = copied_results(program, groups, prices.backend.operations)
         self.result_ids = {value.id for value in program.results if isinstance(value, Value)}
         self.reads = program.reads + Counter(self.result_ids)
-        self.apart = made_apart(program, groups, backend.fusion)
-        # after all equations results are moved to their places
+        self.apart = donations_not_overwritten(program, groups, backend.fusion)
+        # results are moved to their layouts after all equations
         self.looped, self.end = looped(program), len(program.equations) + 1
 
     def formulation(self, memory: float | None) -> Formulation:
@@ -226,13 +226,13 @@ class _Formulator:
         for index, value in enumerate(self.program.arguments):
             self.names.append(value.name)
             kepts = options[index]
-            narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
+            narrow = narrow_groups(self.readers[value.id], value, self.prices.itemsizes)
             traits = value.id in self.prices.weights, value.id in self.prices.ahead
-            moving = self.prices.widths.moving(value), self.prices.widths.moving(value, narrow)
+            moving = self.prices.itemsizes.moving(value), self.prices.itemsizes.moving(value, narrow)
             rounded = value.id in self.prices.rounded
             what = value.shape, value.on_host, *traits, rounded, *moving, self.prices.turns.get(value.id)
-            # a size in memory, if it arrives anew every step
-            stored = None if index in staying else self.prices.widths.stored(value)
+            # the bytes of the argument, if every step gets a new one
+            stored = None if index in staying else self.prices.itemsizes.stored(value)
             copies = self.copied.get(value.id, (0, 0.0))
 
             def seconds(
@@ -256,7 +256,7 @@ class _Formulator:
         for index, value in enumerate(self.program.arguments):
             self.prices.memo.tick()
             kepts = options[index]
-            narrow = narrow_groups(self.readers[value.id], value, self.prices.widths)
+            narrow = narrow_groups(self.readers[value.id], value, self.prices.itemsizes)
             for reader in self.readers[value.id] if self.prices.mesh else ():
                 self._connect(index, reader.node, self._argument_table(value, kepts, reader, reader.group in narrow))
             argument = HeldArgument(
@@ -347,7 +347,7 @@ class _Formulator:
         alone = readers[0].copied_for if len(readers) == 1 else None
         if self.prices.mesh:
             holder, wants = self._connect_value(node, group, value, leaves, alone)
-        else:  # on one device nothing is resharded
+        else:  # one device reshards nothing
             holder, wants = readers[0].node, readers[0].wants
         if held.used is None:
             return
@@ -369,7 +369,7 @@ class _Formulator:
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
     def _move_to_places(self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...]) -> None:
-        """Notes that a result stands beside its buffer where it is not left as the argument lies that it replaces."""
+        """Counts a result beside the donated buffer if its layout differs from that of the argument."""
         ends = [use_span(*use)[1] for use in uses_of(self.readers[value.id])]
         used = self.written[value.id].point, max([group.point + 1, *ends]) + 1
         for reader in self.readers[value.id]:
@@ -384,19 +384,19 @@ class _Formulator:
     def _connect_value(
         self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...], alone: Readers
     ) -> tuple[int, tuple[Layout, ...]]:
-        """The same as `_connect_readers`, with an edge from the node that makes the value."""
+        """As `_connect_readers`, with an edge from the node that makes the value."""
         readers = self.readers[value.id]
-        narrow = narrow_groups(readers, value, self.prices.widths)
-        apart = self._copies_apart(leaves, readers, narrow)
+        narrow = narrow_groups(readers, value, self.prices.itemsizes)
+        apart = self._narrow_copies(leaves, readers, narrow)
         computed_again = group.point if group.lies_nowhere else None
         holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)
         table = self.prices.table(value, leaves, wants, alone)
         if apart:
             narrow_table = self.prices.table(value, leaves, wants, narrow)
-            table = self.prices.memo.once(with_copies_apart, table, narrow_table, leaves, apart)
-        if group.is_view and not self.moves_views:  # what it views can as well be resharded, and is counted
+            table = self.prices.memo.once(with_narrow_copies, table, narrow_table, leaves, apart)
+        if group.is_view and not self.moves_views:  # resharding its operand instead is equivalent, and is counted
             stays = self.prices.stays(value, leaves, wants)
-            if any(reader.group and reader.group.given for reader in readers):  # but not to what only it has dims for
+            if any(reader.group and reader.group.given for reader in readers):  # except to dims that only the view has
                 stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
             table = self.prices.memo.once(only_where, stays, table)
         if again := self.prices.unhoisted(group, value):
@@ -425,7 +425,7 @@ class _Formulator:
             return readers[0].node, readers[0].wants
         wants = self.prices.memo.once(any_of, *(reader.wants for reader in readers))
         if apart:
-            wants = self.prices.memo.once(and_copies_apart, wants, apart)
+            wants = self.prices.memo.once(and_narrow_copies, wants, apart)
         holder = len(self.costs)
         self.shared[value.id] = SharedLayout(holder, wants, tuple(narrow) if apart else (), len(wants) - len(apart))
         self.costs.append(np.zeros(len(wants)))
@@ -433,11 +433,11 @@ class _Formulator:
         busy = sum(not reader.is_elementwise for reader in readers)
         for reader in readers:
             table = self.prices.table(value, wants, reader.wants, reader.copied_for)
-            if reader.is_elementwise or busy > 1:  # XLA merges equal all_gathers, so the copy that grows is shared
+            if reader.is_elementwise or busy > 1:  # XLA merges equal all_gathers, so that readers share the larger copy
                 sizes = self.prices.arrays.sizes(value, wants), self.prices.arrays.sizes(value, reader.wants)
                 table = self.prices.memo.once(without_growth, table, *sizes)
             if apart and reader.group not in narrow:
-                table = self.prices.memo.once(without_copies_apart, table, reader.wants, apart)
+                table = self.prices.memo.once(without_narrow_copies, table, reader.wants, apart)
             self._connect(holder, reader.node, table)
             if reader.group is not None and reader.use is not None:
                 used = use_span(reader.group, reader.use)
@@ -447,15 +447,15 @@ class _Formulator:
                 )
         return holder, wants
 
-    def _copies_apart(
+    def _narrow_copies(
         self, leaves: tuple[Layout, ...], readers: Sequence[ValueReader], narrow: tuple[Group, ...]
     ) -> tuple[tuple[Layout, Layout], ...]:
-        """How a value may be left and a copy for those alone who read fewer bits of it; none if nobody does."""
+        """Pairs of the layout of a value and that of a copy for readers of fewer bits; none without such readers."""
         if not narrow:
             return ()
         reads = tuple(reader.group in narrow for reader in readers)
         wants = (reader.wants for reader in readers)
-        return self.prices.memo.once(lambda left, *wants: copies_apart(left, wants, reads), leaves, *wants, of=reads)
+        return self.prices.memo.once(lambda left, *wants: narrow_copies(left, wants, reads), leaves, *wants, of=reads)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies
@@ -465,7 +465,7 @@ class _Formulator:
 
     def _add_tables(self) -> None:
         """A node without a choice, which holds the tables of operations with several results."""
-        if self.backend.number_bytes:  # whatever is counted: a choice for one formulation is one for another
+        if self.backend.number_bytes:  # always, so that choices of different formulations have the same nodes
             node = len(self.costs)
             self.costs.append(np.zeros(1))
             self.names.append(TABLES)
@@ -474,7 +474,7 @@ class _Formulator:
             self.heap.tables.append(self.lives[-1])
 
     def _hold(self, held: Iterable[HeldBytes]) -> None:
-        """Counts what terms of memory hold; temporaries with the gaps between them."""
+        """Adds the lives of all terms of memory; temporaries include the gaps between them."""
         for part in held if self.counts_memory else ():
             (start, end), usage = part.span, part.usage
             if part.in_heap and not (start < end and np.count_nonzero(usage)):
@@ -483,7 +483,7 @@ class _Formulator:
             self.heap.add(self.lives[-1], part)
 
     def _connect(self, i: int, j: int, table: np.ndarray) -> None:
-        if i == j:  # a loop that hands a carry on untouched
+        if i == j:  # a loop that passes a carry on unchanged
             self.costs[i] = self.costs[i] + np.diagonal(table)
         elif table.any():
             self.edges.append(Edge(i, j, table))

@@ -23,7 +23,7 @@ import numpy as np
 
 from autoshard.layout import Layout
 from autoshard.model.groups import Group
-from autoshard.model.heap.heap import Elsewhere, Heap
+from autoshard.model.heap.heap import Heap, RelocatedTemporaries
 from autoshard.model.lifetimes import (
     HEAP_OVERHEAD,
     Span,
@@ -39,10 +39,10 @@ from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.problem import Live, Problem
 
-# Least share of the limit at which the chip's own memory is looked at. A peak leaves out what lies there. No row of a
-# problem knows whether all temporaries do.
+# Share of the limit from which the model looks at the chip's own memory. A peak leaves out the values that lie there.
+# No row of a problem can express whether all temporaries do.
 ON_CHIP_SHARE = 0.05
-# Least share of the limit that temporaries in buffers of results may fill, at which they are looked at.
+# Share of the limit from which the model looks at temporaries in the buffers of results.
 LARGE_ROOM_SHARE = 0.005
 
 
@@ -50,8 +50,8 @@ class _ExtraLife(NamedTuple):
     """What a resharding holds beside the lives of a problem."""
 
     span: Span
-    bytes: int  # below 0: that such a life does not hold to its end
-    holder: Span  # while the buffer is held that they belong to
+    bytes: int  # negative if a life is freed before its end
+    holder: Span  # while the buffer exists that these bytes belong to
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class SharedLayout:
 
     node: int
     layouts: tuple[Layout, ...]  # its options
-    narrow: tuple[Group, ...] = ()  # who reads fewer bits than others do, from copies of their own
+    narrow: tuple[Group, ...] = ()  # the groups that read fewer bits than others, from copies of their own
     apart: int = 0  # the first of the options that stand for such copies
 
     def copied_for(self, option: int) -> Readers:
-        """Whom the copy of an option is for; None: for all."""
+        """The groups that read the copy of an option; None: all readers."""
         return self.narrow if self.narrow and option >= self.apart else None
 
 
@@ -73,7 +73,7 @@ class Formulation:
     """The problem, and what each of its nodes and options means."""
 
     program: Program
-    traced: Program  # as it was traced, branches for other platforms included
+    traced: Program  # before branches for other platforms were removed
     rules: Sequence[Rule]  # one per equation
     mesh: Mapping[str, int]  # without axes of one device
     prices: PriceList
@@ -81,57 +81,57 @@ class Formulation:
     arguments: Sequence[tuple[ArgumentOption, ...]]  # per argument, its options
     priced: Sequence[PricedStrategies]  # per group
     shared: Mapping[int, SharedLayout]  # value id -> its node
-    readers: Mapping[int, Sequence[ValueReader]]  # value id -> who wants it
-    reshardings: Sequence[Resharding]  # what may hold more, beside the lives
+    readers: Mapping[int, Sequence[ValueReader]]  # value id -> its readers
+    reshardings: Sequence[Resharding]  # which may need memory beside the lives
     problem: Problem
     heap: Heap = field(repr=False, default_factory=Heap)  # which of its lives are temporaries and results
-    # Communication alone, formulated when it is first asked for; by which time, as `time.monotonic` has it.
+    # The problem of communication alone, made on request, no later than a time of `time.monotonic`.
     waits: Callable[[float], Problem] = field(repr=False, default=lambda until: Problem((), (), (), None))
-    least: float | None = None  # where it offers a part of all strategies: seconds that no choice of all goes below
-    restrictions: tuple[str, ...] = ()  # what plans say of options that were taken away
-    is_late: bool = False  # whether the clock took them away
+    least: float | None = None  # bound in seconds over all strategies, if only a part of them is offered
+    restrictions: tuple[str, ...] = ()  # remarks of plans on removed options
+    is_late: bool = False  # whether options were removed because time was up
 
     def copied_for(self, value: Value, choice: Sequence[int]) -> Readers:
-        """Whom the copy is for that several readers of a value share; None: for all."""
+        """The readers of a value that share a copy; None: all of them."""
         if (shared := self.shared.get(value.id)) is not None:
             return shared.copied_for(choice[shared.node])
         argument = self.argument_index.get(value.id)
         if argument is None or not self.arguments[argument][choice[argument]].narrow:
             return None
-        return narrow_groups(self.readers[value.id], value, self.prices.widths)
+        return narrow_groups(self.readers[value.id], value, self.prices.itemsizes)
 
     @cached_property
     def argument_index(self) -> Mapping[int, int]:
-        """Value id -> which argument it is."""
+        """Value id -> index of the argument."""
         return {value.id: index for index, value in enumerate(self.program.arguments)}
 
     @cached_property
     def last_choice(self) -> LastChoice:
-        """What was found of the choice that was asked about last."""
+        """Cached results for the choice of the last query."""
         return LastChoice()
 
     def peak_bytes(self, choice: Sequence[int]) -> int:
         """The most bytes that are in use on one device at any program point, both ends of each resharding included."""
-        return int(self.in_use(choice).max())
+        return int(self.bytes_in_use(choice).max())
 
     def accepted_peak(self, choice: Sequence[int]) -> int:
-        """The peak that the memory limit is held against."""
-        return int(self.accepted_in_use(choice).max())
+        """The peak that is compared with the memory limit."""
+        return int(self.accepted_bytes_in_use(choice).max())
 
-    def accepted_in_use(self, choice: Sequence[int]) -> np.ndarray:
-        """Bytes that the memory limit is held against, per program point."""
+    def accepted_bytes_in_use(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes that are compared with the memory limit, per program point."""
         if self.is_limit_small:
-            return self.in_use_outside_chip(choice)
-        in_use = self.in_use(choice)
-        return in_use - self._sum(self.lying_in_results(choice), choice) if self.is_room_large else in_use
+            return self.bytes_in_use_outside_chip(choice)
+        bytes_in_use = self.bytes_in_use(choice)
+        return bytes_in_use - self._sum(self.lying_in_results(choice), choice) if self.is_room_large else bytes_in_use
 
     def lying_in_results(self, choice: Sequence[int]) -> list[Live]:
-        """The temporaries that lie where results will."""
+        """The temporaries that lie in the buffers of results."""
         return self.last_choice.once("in results", choice, lambda: self.heap.room_in_results.lying(choice))
 
     @property
     def is_limit_small(self) -> bool:
-        """Whether the limit is so small that the chip's own memory is looked at."""
+        """Whether the limit is so small that the chip's own memory matters."""
         backend, limit = self.prices.backend, self.problem.limit
         if limit is None or not self.heap.on_chip:
             return False
@@ -139,26 +139,26 @@ class Formulation:
 
     @cached_property
     def is_room_large(self) -> bool:
-        """Whether results have so much room that what may lie in their buffers is looked at."""
+        """Whether results are so large that temporaries in their buffers matter."""
         limit = self.problem.limit
         return limit is not None and self.heap.room_in_results.most >= LARGE_ROOM_SHARE * limit
 
     def peak_outside_chip(self, choice: Sequence[int]) -> int:
-        """The same without temporaries that lie elsewhere: in the chip's own memory, or where results will.
+        """The peak without relocated temporaries: those in the chip's own memory, or in buffers of results.
 
-        Large limits are held against what lies in the chip, too, since no row of a `Problem` knows which temporaries
-        live when. `memory_limit.py` looks at the problem without what may lie elsewhere first.
+        Under large limits temporaries in the chip count, too, since no row of a `Problem` can express which of them are
+        alive together. `memory_limit.py` first solves the problem without any temporaries that can be relocated.
         """
-        return int(self.in_use_outside_chip(choice).max())
+        return int(self.bytes_in_use_outside_chip(choice).max())
 
-    def in_use_outside_chip(self, choice: Sequence[int]) -> np.ndarray:
-        """Bytes that are in use on one device, per program point, without temporaries that lie elsewhere."""
-        return self.in_use(choice) - self.elsewhere(choice).bytes
+    def bytes_in_use_outside_chip(self, choice: Sequence[int]) -> np.ndarray:
+        """Bytes in use on one device, per program point, without relocated temporaries."""
+        return self.bytes_in_use(choice) - self.elsewhere(choice).bytes
 
-    def elsewhere(self, choice: Sequence[int]) -> Elsewhere:
-        """The temporaries that lie in the chip's own memory, or where results will: whichever leaves the lower peak."""
+    def elsewhere(self, choice: Sequence[int]) -> RelocatedTemporaries:
+        """The temporaries in the chip's own memory, or those in buffers of results: whichever gives the lower peak."""
         in_results = self.lying_in_results(choice)
-        in_place = Elsewhere(in_results, self._sum(in_results, choice))
+        in_place = RelocatedTemporaries(in_results, self._sum(in_results, choice))
         if not (self.heap.on_chip or self.heap.tables) or not (room := self.prices.backend.on_chip_bytes):
             return in_place
         lasts, longest = self._lasts(choice), self.prices.backend.on_chip_seconds
@@ -171,17 +171,17 @@ class Formulation:
         held = np.maximum(0.0, self._sum(small, choice) + self._sum_of_spans(short))
         all_fit = len(small) == len(self.heap.on_chip) and held.max() <= room
         absent = self.heap.tables if all_fit and self.heap.is_outside_empty(choice) else []
-        on_chip = Elsewhere(
+        on_chip = RelocatedTemporaries(
             [*small, *absent],
             np.minimum(held, room) + self._sum(absent, choice),
             np.divide(room, held, out=np.ones_like(held), where=held > room),
         )
-        in_use = self.in_use(choice)
-        return min(on_chip, in_place, key=lambda one: float((in_use - one.bytes).max()))
+        bytes_in_use = self.bytes_in_use(choice)
+        return min(on_chip, in_place, key=lambda one: float((bytes_in_use - one.bytes).max()))
 
     def reshardings_over(self, choice: Sequence[int], limit: float) -> list[Resharding]:
-        """What is resharded while more than `limit` bytes are in use, and what is alike in other layers."""
-        over = self.in_use(choice) > limit
+        """The reshardings at points with more than `limit` bytes in use, and equal ones in other layers."""
+        over = self.bytes_in_use(choice) > limit
         kinds = set()
         for resharding in self.reshardings:
             extra = resharding.extra(*resharding.layouts(choice), self.prices)
@@ -190,7 +190,7 @@ class Formulation:
                 kinds.add(resharding.kind)
         return [resharding for resharding in self.reshardings if resharding.kind in kinds]
 
-    def in_use(self, choice: Sequence[int]) -> np.ndarray:
+    def bytes_in_use(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes that are in use on one device, per program point."""
         return self._sum(self.problem.lives, choice) + self._in_use_by_reshardings(choice)
 
@@ -211,7 +211,7 @@ class Formulation:
     def _lasts(self, choice: Sequence[int]) -> Callable[[int, int], float]:
         """How many seconds go by from one program point to another, as libtpu counts them: loops turn once.
 
-        What is communicated on the way is left out.
+        Communication is left out.
         """
         spent = np.zeros(len(self.program.equations) + 2)
         for group in self.groups:
@@ -230,7 +230,7 @@ class Formulation:
         return difference.cumsum()
 
     def _resharding_lives(self, choice: Sequence[int]) -> Iterator[_ExtraLife]:
-        """What resharded values hold beside what is counted anyway, and how much less what they are made of."""
+        """The extra bytes of resharded values, and the bytes that their operands free early."""
         extras = [resharding.extra(*resharding.layouts(choice), self.prices) for resharding in self.reshardings]
         both = list(zip(self.reshardings, extras, strict=True))
         at_once = (resharding for resharding, extra in both if extra.at_once)
@@ -242,9 +242,9 @@ class Formulation:
             end = resharding.used[1]
             if resharding.counts_wanted:
                 less = -self.prices.arrays.local_bytes(resharding.value, wanted)
-                yield _ExtraLife((resharding.used_until(resharding.users, last), end), less, resharding.used)
+                yield _ExtraLife((resharding.end_of_use(resharding.users, last), end), less, resharding.used)
             elif left != wanted:
-                end = resharding.used_until(resharding.copied_to(choice), last)
+                end = resharding.end_of_use(resharding.copied_to(choice), last)
             start, first = resharding.starts(extra), resharding.begins(extra)
             yield _ExtraLife((first, first + 1), extra.first, (first, first + 1))
             yield _ExtraLife((start, end), extra.then, (start, end))

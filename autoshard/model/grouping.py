@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from autoshard.layout import MeshShape, in_mesh_order
 from autoshard.model.equations import contracts, inserted_operand, only_widens, stays_whole
 from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_evenly
-from autoshard.model.lifetimes import read_from
+from autoshard.model.lifetimes import first_point_outside_loop
 from autoshard.model.workspaces import PREPARED
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.cpu.breadth_first import ReadyPoints, ready_points
 from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
-from autoshard.model.xla.operations import beginning, running_ahead, running_beside, stack_writer
+from autoshard.model.xla.operations import beginning, joined_operands, runs_before_readers, stack_writer
 from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import added_sums, hoisted_sums, late_products, read_once
 from autoshard.primitives import FlopRule, facts_of
@@ -94,8 +94,8 @@ def groups_of(
     ready = ready_points(groups, points, gone, PREPARED) if is_breadth_first else ReadyPoints(points, {})
     starts = backend.operations.least_seconds > 0
     is_ahead = starts and not backend.operations.are_kernels
-    beside = running_beside(groups, again.repeated, ending, sums_as_made=is_ahead) if starts else [None] * len(groups)
-    ahead = running_ahead(groups, users, again.repeated) if is_ahead else [False] * len(groups)
+    beside = joined_operands(groups, again.repeated, ending, sums_as_made=is_ahead) if starts else [None] * len(groups)
+    ahead = runs_before_readers(groups, users, again.repeated) if is_ahead else [False] * len(groups)
     entering = _entering_loops(program, groups, staying) if starts else set()
     begins = beginning(groups, again.repeated)
     counting = _counting_turns(program, home) if backend.operations.are_kernels else set()
@@ -437,7 +437,9 @@ def _points(groups: Sequence[Group], ends: Sequence[int | None]) -> list[int]:
         if (ends[group.index] is not None and group.fuses) or group.is_stack or not group.uses:
             point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
         points.append(point)
-        available.update((made.value.id, max(point + 1, read_from(group, made.value))) for made in group.outputs)
+        available.update(
+            (made.value.id, max(point + 1, first_point_outside_loop(group, made.value))) for made in group.outputs
+        )
     return points
 
 

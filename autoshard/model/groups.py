@@ -1,4 +1,4 @@
-"""The unit that is planned: a `Group` of equations that XLA fuses into one loop, and what is known of it.
+"""The unit that is planned: a `Group` of equations that XLA fuses into one loop, with its properties.
 
 `grouping.py` makes the groups of a program.
 """
@@ -23,16 +23,16 @@ FactorDims = tuple[tuple[int, ...], ...]  # of one tensor: dim -> factors of its
 
 
 class StackWriter(Enum):
-    """Which operation writes what a loop stacks."""
+    """Which operation writes the stacked output of a loop."""
 
-    ITSELF = "one that does nothing else"  # what is stacked comes from outside its turn, or of what cannot write it
+    ITSELF = "one that does nothing else"  # the stacked value comes from outside the turn, or its maker cannot write it
     LOOP = "an elementwise loop"
-    PRODUCT = "a matrix product"  # which makes what is stacked, or what that is computed of on the way
+    PRODUCT = "a matrix product"  # which makes the stacked value, perhaps by elementwise work on its result
 
 
 @dataclass(frozen=True)
 class Use:
-    """One operand of a group: a value from outside it, and which factors its dims are."""
+    """One operand of a group: a value from outside the group, and the factors of its dims."""
 
     value: Value
     dims: FactorDims  # in the group's factors
@@ -42,7 +42,7 @@ class Use:
 
 @dataclass(frozen=True)
 class GroupOutput:
-    """One value that a group makes, and that other groups or the caller read."""
+    """One value that a group makes for other groups or for the caller."""
 
     value: Value
     dims: FactorDims
@@ -52,7 +52,7 @@ class GroupOutput:
 class Group:
     """Equations planned as one node. Factors are named ``0, 1, ...``; factors of size 1 are left out.
 
-    The fields with defaults are found by the passes of `grouping.py`, in the order in which they stand here.
+    The passes of `grouping.py` fill in the fields with defaults, in the order of the fields.
     """
 
     index: int
@@ -60,44 +60,44 @@ class Group:
     sizes: Mapping[int, int]  # factor -> size
     splittable: frozenset[int]
     reduction: frozenset[int]
-    given: Mapping[int, tuple[str, ...]]  # factor -> the mesh axes that the user says
-    open_axes: frozenset[str]  # mesh axes that may split given factors further, where no others may
+    given: Mapping[int, tuple[str, ...]]  # factor -> the mesh axes that the user gives
+    open_axes: frozenset[str]  # the only mesh axes that may split given factors further
     operands: Mapping[int, list[FactorDims]]  # equation index -> dims of its operands
     results: Mapping[int, list[FactorDims]]  # equation index -> dims of its results
     fuses: bool  # whether elementwise producers may join
     uses: tuple[Use, ...]
-    outputs: tuple[GroupOutput, ...]  # what others read of it
+    outputs: tuple[GroupOutput, ...]
     reaches: tuple[Reach[int], ...] = ()  # of its one equation: what devices read beyond their shards
-    batch_factor: int | None = None  # of windows: the factor along which none moves
-    hoisted_all_reduces: int | None = None  # how many per step finish its sum, if a loop only adds it up, as it lies
-    accumulator: int | None = None  # of a sum: id of the total that XLA adds it and others to, before it reduces that
+    batch_factor: int | None = None  # of windows: the factor along which no window moves
+    hoisted_all_reduces: int | None = None  # how many per step finish its sum, if a loop only adds up partial sums
+    accumulator: int | None = None  # of a sum: id of the total to which XLA adds several sums before it reduces them
     summands: int = 1  # how many sums the accumulator adds up
-    feeds_no_state: bool = False  # whether only results depend on it that take no argument's place: a loss
-    feeds_only_results: bool = False  # whether its outputs go into results only, through elementwise groups alone
-    handed_on_at: int | None = None  # if only results read it, or only what a loop hands on: the last point of these
-    is_late: bool = False  # whether XLA for TPU makes it after all loops, if devices add nothing up for it
+    feeds_no_state: bool = False  # whether only results that replace no argument depend on it, as a loss does
+    feeds_only_results: bool = False  # whether its outputs reach nothing but results, through elementwise groups alone
+    handed_on_at: int | None = None  # the last point of its readers, if these are results or carries of a loop alone
+    is_late: bool = False  # whether XLA for TPU runs it after all loops, if it needs no collective
     point: int = 0  # the program point at which it runs
     ready_at: int = 0  # from which what it makes is held: earlier where XLA runs first what is ready first
     prepared: Mapping[int, int] = field(default_factory=dict)  # equation -> from which what it works on is held
-    is_folded: bool = False  # whether it is part of the one reduction that reads it, which is a library call
-    is_recomputed: bool = False  # whether XLA lets every reader compute it again, so that it need not be stored
-    lies_until: int | None = None  # if readers compute it again, but it is stored, too: the least point until which
-    is_sunk: bool = False  # whether it is recomputed inside a loop that it stands before
-    is_normalising: bool = False  # whether a kernel that normalises rows computes it on the way
-    is_stacked: bool = False  # whether a loop stacks what it makes, or what elementwise groups make of that
-    ends_product: bool = False  # whether one operation makes it and the product that it reads or reduces
-    begins: bool = False  # whether it reads arguments alone, or what is computed of such as it reads
-    runs_ahead: bool = False  # whether its readers repeat what it makes along a dim: XLA computes it ahead of them
-    read_before: frozenset[int] | None = None  # ids of what its operation has read by then; None: it runs by itself
-    counts_turns: bool = False  # whether it runs in a loop whose turns XLA counts in an operation of its own
+    is_folded: bool = False  # whether it is part of its only reader, a reduction by a library
+    is_recomputed: bool = False  # whether XLA lets every reader compute it again, instead of storing it
+    lies_until: int | None = None  # of a recomputed group that is stored, too: the least point until which it is
+    is_sunk: bool = False  # whether it stands before a loop and is recomputed inside
+    is_normalising: bool = False  # whether a kernel that normalises rows includes it
+    is_stacked: bool = False  # whether a loop stacks its output, or what elementwise groups make of its output
+    ends_product: bool = False  # whether it runs in the operation of the product that it reads or reduces
+    begins: bool = False  # whether it depends on nothing but arguments and groups of this kind
+    runs_ahead: bool = False  # whether XLA runs it before its readers, since these repeat its output along a dim
+    read_before: frozenset[int] | None = None  # ids of what earlier groups of its operation read; None: it runs alone
+    counts_turns: bool = False  # whether it runs in a loop with an operation that does nothing but count turns
     written_by: StackWriter | None = None  # of a stack
-    is_copy: bool = False  # whether it only moves what comes from outside, and is a result: XLA has to write a copy
-    passes_before: int = 0  # how often XLA goes over what it inserts into, before it does: a copy is 2, filling it 1
-    last_point: int = 0  # the last point at which it runs: later than `point` if its readers run it again
+    is_copy: bool = False  # whether it is a result that only moves an argument: XLA has to write a copy
+    passes_before: int = 0  # passes over the buffer before it inserts into it: 2 for a copy, 1 for filling
+    last_point: int = 0  # the last point at which it runs; later than `point` if readers compute it again
 
     @property
     def lies_nowhere(self) -> bool:
-        """Whether what it makes is not stored, since every reader computes it again."""
+        """Whether its output is not stored, since every reader computes it again."""
         return self.is_recomputed and self.lies_until is None
 
     @property
@@ -111,12 +111,15 @@ class Group:
 
     @cached_property
     def is_view(self) -> bool:
-        """Whether it only renames the elements of one array: XLA makes no copy of it for a matrix product."""
+        """Whether it only renames the elements of one array, so that a matrix product reads the array itself."""
         return all(facts_of(equation.primitive).is_view for equation in self.equations)
 
     @cached_property
     def reading(self) -> Mapping[int, tuple[tuple[Equation, int], ...]]:
-        """Id of a value -> the equations that read it, and as which operand: a group may have thousands of both."""
+        """Id of a value -> the equations that read it, and as which operand.
+
+        It is an index, since a group may have thousands of values and equations.
+        """
         found = defaultdict[int, list[tuple[Equation, int]]](list)
         for equation in self.equations:
             for operand, value in enumerate(equation.inputs):
@@ -126,17 +129,17 @@ class Group:
 
     @property
     def widens(self) -> bool:
-        """Whether it only makes numbers wider: where readers take such work in, XLA stores what it reads."""
+        """Whether it only converts numbers to a wider type. If readers fuse it, XLA stores its operand instead."""
         return only_widens(self.equations)
 
     @property
     def is_boundary(self) -> bool:
-        """Whether it only hands a value into a loop or branch, or out of it."""
+        """Whether it only passes a value into a loop or branch, or out of one."""
         return facts_of(self.equations[0].primitive).is_boundary
 
     @property
     def is_known(self) -> bool:
-        """Whether XLA computes all that it makes as it compiles."""
+        """Whether XLA computes all of its outputs at compile time."""
         return bool(self.outputs) and all(one.value.is_known for one in self.outputs)
 
     @property
@@ -146,22 +149,22 @@ class Group:
 
     @property
     def enters_loop(self) -> bool:
-        """Whether it hands a loop what that only reads."""
+        """Whether it passes a loop a value that the loop only reads."""
         return self.equations[0].primitive in ("scan_const", "scan_slice")
 
     @property
     def is_stack(self) -> bool:
-        """Whether it writes what a loop's body makes into the loop's result, in place."""
+        """Whether it writes an output of a loop's body into the result of the loop, in place."""
         return self.equations[0].primitive == "scan_stack"
 
     @property
     def is_fill(self) -> bool:
-        """Whether it repeats a number or counts: XLA makes it as it is wanted, wherever it is wanted."""
+        """Whether it repeats a number or counts, so that XLA can make it in any layout for each reader."""
         return self.only_moves and self.reads_numbers
 
     @cached_property
     def broadcasts(self) -> bool:
-        """Whether what it makes repeats something smaller."""
+        """Whether its output repeats a smaller array."""
         size = math.prod(self.outputs[0].value.shape)
         widest = {e.primitive for e in self.equations if any(math.prod(made.shape) == size for made in e.outputs)}
         smaller = all(math.prod(use.value.shape) < size for use in self.uses)
@@ -179,16 +182,16 @@ class Group:
 
     @property
     def can_wait(self) -> bool:
-        """Whether it reduces something, for nothing but gradients or a loss."""
+        """Whether it is a reduction that nothing but gradients or a loss depends on."""
         if self.contracts:
             return self.handed_on_at is not None
         return self.feeds_no_state and self.trips == 1 and bool(self.reduction)
 
     @property
     def gathers_per_output(self) -> int:
-        """How many arrays per output are gathered of a reduction that cannot be all_reduced; 0 if it can.
+        """How many arrays per output XLA gathers for a reduction that it cannot all_reduce; 0 if it can.
 
-        Of positions XLA gathers the values, too.
+        For positions, as of `argmax`, XLA gathers the values, too.
         """
         (first, *_) = self.equations
         if first.primitive in ("argmax", "argmin"):
@@ -196,7 +199,7 @@ class Group:
         return int(folds_by_hand(first))
 
     def sums_locally(self, assignment: Mapping[int, tuple[str, ...]]) -> bool:
-        """Whether the equation itself, on the shards of one device, makes what the device adds to its sum.
+        """Whether the equation, run on the shards of one device, computes the partial sum of this device.
 
         Args:
             assignment: factor -> the mesh axes that split it.
@@ -211,11 +214,11 @@ class Group:
 
     @cached_property
     def windows(self) -> frozenset[int]:
-        """The factors of which devices exchange halos, where they are split."""
+        """The factors along which devices exchange halos if they are split."""
         return frozenset(rows.factor for reach in self.reaches for rows in reach.rows)
 
     def use_of(self, operand: int) -> int | None:
-        """Which of its uses an operand of its one equation is; None for a literal."""
+        """The index of the use that is this operand of the group's only equation; None for a literal."""
         (equation,) = self.equations
         value, dims = equation.inputs[operand], self.operands[equation.index][operand]
         return next((i for i, use in enumerate(self.uses) if use.value is value and use.dims == dims), None)
@@ -230,11 +233,11 @@ class Group:
 
     @cached_property
     def guessed(self) -> int:
-        """Of the trips: turns of loops whose number a compiled program does not tell."""
+        """The part of `trips` that a compiled program does not tell: turns of loops of unknown length."""
         return max(equation.guessed for equation in self.equations)
 
     def given_on(self, mesh: MeshShape) -> dict[int, tuple[str, ...]]:
-        """Factor -> of the axes that the user says, those that split it evenly, in the order of the mesh."""
+        """Factor -> the axes given by the user that split it evenly, in the order of the mesh."""
         return given_evenly(self.given, self.sizes, mesh)
 
     def factors_of(self, equation: Equation) -> set[int]:
@@ -251,5 +254,5 @@ def reads_images(use: Use) -> bool:
 def given_evenly(
     given: Mapping[int, tuple[str, ...]], sizes: Mapping[int, int], mesh: MeshShape
 ) -> dict[int, tuple[str, ...]]:
-    """Factor -> of the axes that are given for it, those that split its size evenly, in the order of the mesh."""
+    """Factor -> the axes given for it that split its size evenly, in the order of the mesh."""
     return {factor: even_axes(sizes[factor], axes, mesh) for factor, axes in given.items()}

@@ -107,14 +107,14 @@ def made_at(group: Group, equation: Equation, output: int) -> int:
     return group.ready_at
 
 
-def read_from(group: Group, value: Value) -> int:
+def first_point_outside_loop(group: Group, value: Value) -> int:
     """The first program point at which what a loop ends with, or has stacked, is read outside of it; 0 of all else."""
     (first, *_) = group.equations
     ends = first.primitive == "scan_stack" or (first.primitive == "scan_carry" and value is first.outputs[1])
     return first.loop[1] if ends and first.loop else 0
 
 
-def written_at(group: Group, value: Value) -> int:
+def first_point_written(group: Group, value: Value) -> int:
     """The program point from which the buffer of a result is written. What a loop ends with is, from its start on."""
     producer = next(one for one in group.equations if value in one.outputs)
     if producer.loop and producer.primitive == "scan_carry":
@@ -130,7 +130,7 @@ def results_written(groups: Sequence[Group]) -> dict[int, FirstWrite]:
     for group in groups:
         before = functools.reduce(operator.or_, (made_of.get(use.value.id, 0) for use in group.uses), 0)
         for value in (made.value for made in group.outputs):
-            found[value.id] = FirstWrite(written_at(group, value), before)
+            found[value.id] = FirstWrite(first_point_written(group, value), before)
             if group.handed_on_at is not None:
                 made_of[value.id] = before | 1 << group.index
     return found

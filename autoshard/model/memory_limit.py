@@ -215,8 +215,9 @@ class _LimitSearch:
             if in_results:
                 if self.is_small or solution.gap > CLOSE_COUNTED_GAP:  # more cuts make it harder still
                     break
-                in_use, accepted = self.formulation.in_use(found.choice), self.formulation.accepted_in_use(found.choice)
-                new = [cut for cut in room.cuts(found.choice, in_use, accepted, limit) if cut not in cuts]
+                bytes_in_use = self.formulation.bytes_in_use(found.choice)
+                accepted = self.formulation.accepted_bytes_in_use(found.choice)
+                new = [cut for cut in room.cuts(found.choice, bytes_in_use, accepted, limit) if cut not in cuts]
             over = self.formulation.reshardings_over(found.choice, limit)
             if not new and reshardings.keys() >= set(over):
                 break

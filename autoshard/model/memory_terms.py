@@ -82,7 +82,7 @@ class HeldArgument:
     prices: PriceList
 
     @cached_property
-    def at_home(self) -> np.ndarray:
+    def home_bytes(self) -> np.ndarray:
         """Bytes in the home layout, per option."""
         return self.prices.arrays.sizes(self.value, self.prices.memo.once(homes_of, self.options))
 
@@ -100,7 +100,7 @@ class HeldArgument:
         start, end = around(spans)
         layouts = memo.once(copies_of, self.options)
         for_all, for_narrow = (arrays.copy_sizes(self.value, layouts, readers) for readers in (None, self.narrow))
-        own = self.at_home if copied and gradient is None else memo.once(np.zeros_like, self.at_home)
+        own = self.home_bytes if copied and gradient is None else memo.once(np.zeros_like, self.home_bytes)
         size, on_chip = memo.once(copy_bytes, self.options, own, for_all, for_narrow), not self.is_outside
         yield HeldBytes(self.node, (start, end), size, may_be_on_chip=on_chip)
         if gradient is not None:  # as large as the argument, and split alike wherever no collective comes after
@@ -172,12 +172,12 @@ class HeldOutput:
     @cached_property
     def unfinished(self) -> np.ndarray:
         """Bytes per strategy of the unreduced result, which stands beside the finished one until it is reduced."""
-        widths = tuple(self.prices.widths.summed(made.value) for made in self.group.outputs)
+        itemsizes = tuple(self.prices.itemsizes.summed(made.value) for made in self.group.outputs)
 
         def unfinished_bytes(strategies: tuple[Strategy, ...]) -> np.ndarray:
             return np.array([self._unfinished(strategy) if strategy.finishes else 0 for strategy in strategies])
 
-        return self.prices.memo.once(unfinished_bytes, self.strategies, of=widths)
+        return self.prices.memo.once(unfinished_bytes, self.strategies, of=itemsizes)
 
     @cached_property
     def waits(self) -> np.ndarray:
@@ -271,55 +271,55 @@ OUTPUT_TERMS: list[OutputTerm] = []
 READ_TERMS: list[ReadTerm] = []
 
 
-def of_arguments(term: ArgumentTerm) -> ArgumentTerm:
+def argument_term(term: ArgumentTerm) -> ArgumentTerm:
     """Counts a term for every argument."""
     ARGUMENT_TERMS.append(term)
     return term
 
 
-def of_outputs(term: OutputTerm) -> OutputTerm:
+def output_term(term: OutputTerm) -> OutputTerm:
     """Counts a term for every value that a group makes."""
     OUTPUT_TERMS.append(term)
     return term
 
 
-def of_reads(term: ReadTerm) -> ReadTerm:
+def read_term(term: ReadTerm) -> ReadTerm:
     """Counts a term for every value that others read."""
     READ_TERMS.append(term)
     return term
 
 
-@of_arguments
+@argument_term
 def home(argument: HeldArgument) -> Iterator[HeldBytes]:
     """The argument itself, all the time."""
-    yield HeldBytes(argument.node, (0, argument.end), argument.at_home, in_heap=False)
+    yield HeldBytes(argument.node, (0, argument.end), argument.home_bytes, in_heap=False)
 
 
-@of_arguments
+@argument_term
 def returned_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A copy for every result that is the argument itself, all the time; it is written when all else is done."""
     if argument.returns:
         whole = (0, argument.end)
         written = FirstWrite(argument.end - 1)
-        yield HeldBytes(argument.node, whole, argument.at_home * argument.returns, in_heap=False, written=written)
+        yield HeldBytes(argument.node, whole, argument.home_bytes * argument.returns, in_heap=False, written=written)
 
 
-@of_arguments
+@argument_term
 def replacements(argument: HeldArgument) -> Iterator[HeldBytes]:
     """What is returned in its place, if it is not donated, all the time: its buffer lies as the argument does."""
     if argument.replaced:
         whole = (0, argument.end)
-        yield HeldBytes(argument.node, whole, argument.at_home, in_heap=False, written=argument.replaced)
+        yield HeldBytes(argument.node, whole, argument.home_bytes, in_heap=False, written=argument.replaced)
 
 
-@of_arguments
+@argument_term
 def moved_arguments(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A copy of the argument while it is written over another argument."""
     if argument.moves:
-        yield HeldBytes(argument.node, (argument.end - 1, argument.end), argument.at_home)
+        yield HeldBytes(argument.node, (argument.end - 1, argument.end), argument.home_bytes)
 
 
-@of_arguments
+@argument_term
 def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
     """A second copy of the argument while it is used: gathered, transposed, as images lie, or because it is donated."""
     prices, uses = argument.prices, argument.uses
@@ -338,7 +338,7 @@ def copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield from argument.copies(spans, copied=argument.is_copied, gradient=argument.gradient)
 
 
-@of_outputs
+@output_term
 def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is reduced with all others, until the last of these is made, and then the reduced beside the unreduced."""
     end = output.group.handed_on_at
@@ -355,7 +355,7 @@ def waiting_sums(output: HeldOutput) -> Iterator[HeldBytes]:
         yield HeldBytes(output.node, (end - 1, end), left, may_be_on_chip=on_chip, is_one_buffer=False)
 
 
-@of_outputs
+@output_term
 def unfinished_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """The unreduced result, until the reduced one is used: XLA runs reductions that do not wait for others together."""
     if np.count_nonzero(output.unfinished):
@@ -364,7 +364,7 @@ def unfinished_sums(output: HeldOutput) -> Iterator[HeldBytes]:
         yield HeldBytes(output.node, (point, max(point + 1, first)), output.unfinished * ~output.waits)
 
 
-@of_outputs
+@output_term
 def turned_sums(output: HeldOutput) -> Iterator[HeldBytes]:
     """A copy of what is reduced and scattered along an inner dim: XLA's CPU backend makes that dim the first."""
     if output.prices.backend.transposes_operands and np.count_nonzero(output.unfinished):
@@ -372,7 +372,7 @@ def turned_sums(output: HeldOutput) -> Iterator[HeldBytes]:
         yield HeldBytes(output.node, span, output.unfinished * output.scatters_inside * ~output.waits)
 
 
-@of_outputs
+@output_term
 def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
     """The value as it is made, until it is first used."""
     if output.lifetime.made and not output.has_buffer:
@@ -380,14 +380,14 @@ def made_values(output: HeldOutput) -> Iterator[HeldBytes]:
         yield output.held(output.node, output.lifetime.made, usage)
 
 
-@of_outputs
+@output_term
 def repeated_operands(output: HeldOutput) -> Iterator[HeldBytes]:
     """What XLA writes out at the full size of a product, ahead of the reduction that the product is folded into."""
     for use in repeats(output.group):
         yield HeldBytes(output.node, (output.points.get(use.value.id, 0), output.group.point + 1), output.left)
 
 
-@of_outputs
+@output_term
 def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
     """Transposed copies of both operands of a convolution that makes a kernel's gradient, while it runs."""
     if output.prices.backend.transposes_operands and is_kernel_gradient(output.group.equations[0]):
@@ -395,7 +395,7 @@ def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
         yield HeldBytes(output.node, span, output.operand_bytes, is_one_buffer=False)
 
 
-@of_outputs
+@output_term
 def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
     """What an operation takes beside its operands and results, while it runs."""
     group, span = output.group, (output.group.ready_at, output.group.ready_at + 1)
@@ -439,7 +439,7 @@ def shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> S
     )
 
 
-@of_outputs
+@output_term
 def halos(output: HeldOutput) -> Iterator[HeldBytes]:
     """Operands with the halos that a device has received around them."""
     if output.group.reaches and output.is_first:
@@ -447,7 +447,7 @@ def halos(output: HeldOutput) -> Iterator[HeldBytes]:
         yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage, is_one_buffer=False)
 
 
-@of_outputs
+@output_term
 def regions(output: HeldOutput) -> Iterator[HeldBytes]:
     """What devices hold while they run a call of an operation, or a `shard_map`, on their shards."""
     (equation, *_) = output.group.equations
@@ -464,7 +464,7 @@ def regions(output: HeldOutput) -> Iterator[HeldBytes]:
     yield HeldBytes(output.node, (output.group.point, output.group.point + 1), usage, is_one_buffer=False)
 
 
-@of_outputs
+@output_term
 def results(output: HeldOutput) -> Iterator[HeldBytes]:
     """A result that takes no argument's place, all the time: XLA reserves its buffer for the whole program.
 
@@ -478,7 +478,7 @@ def results(output: HeldOutput) -> Iterator[HeldBytes]:
             yield HeldBytes(output.node, whole, copied, in_heap=False, written=FirstWrite(output.end - 1))
 
 
-@of_reads
+@read_term
 def sources_of_late_sums(read: ReadValue) -> Iterator[HeldBytes]:
     """What is read by a sum or a product that is computed last, once other readers have read it, until the end.
 
@@ -501,7 +501,7 @@ def sources_of_late_sums(read: ReadValue) -> Iterator[HeldBytes]:
             yield HeldBytes(reader.node, (start, end - 1), output.prices.arrays.sizes(source, reader.wants) * summed)
 
 
-@of_reads
+@read_term
 def read_values(read: ReadValue) -> Iterator[HeldBytes]:
     """The value as it is read, from its first to its last use."""
     output, (start, end) = read.made, read.used

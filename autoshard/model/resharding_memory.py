@@ -21,7 +21,7 @@ from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import HEAP_OVERHEAD, Span, use_span
 from autoshard.model.pricing.prices import PriceList
 from autoshard.model.xla.backends import Backend
-from autoshard.model.xla.rounding import Readers, Widths
+from autoshard.model.xla.rounding import Itemsizes, Readers
 from autoshard.program import Value
 from autoshard.solver.problem import Edge, Live, Problem
 
@@ -58,12 +58,12 @@ def uses_of(readers: Iterable[ValueReader]) -> list[tuple[Group, Use]]:
     return [(reader.group, reader.use) for reader in readers if reader.group and reader.use]
 
 
-def narrow_groups(readers: Sequence[ValueReader], value: Value, widths: Widths) -> tuple[Group, ...]:
+def narrow_groups(readers: Sequence[ValueReader], value: Value, itemsizes: Itemsizes) -> tuple[Group, ...]:
     """Those of several readers for whom alone a copy is smaller than one for all."""
     if len(readers) == 1:
         return ()
-    size, groups = widths.moving(value), (reader.group for reader in readers)
-    return tuple(group for group in groups if group and widths.moving(value, [group]) < size)
+    size, groups = itemsizes.moving(value), (reader.group for reader in readers)
+    return tuple(group for group in groups if group and itemsizes.moving(value, [group]) < size)
 
 
 class ExtraBytes(NamedTuple):
@@ -157,7 +157,7 @@ class Resharding:
         left, _ = self.layouts(choice)
         return [reader for reader in self.users if reader.wants[choice[reader.node]] != left]
 
-    def used_until(self, users: Sequence[ValueReader], last: Sequence[int]) -> int:
+    def end_of_use(self, users: Sequence[ValueReader], last: Sequence[int]) -> int:
         """The point past the last use by these users, given the last point at which each group runs."""
         uses = uses_of(users)
         return max((use_span(group, use, last[group.index])[1] for group, use in uses), default=self.used[1])
@@ -169,7 +169,7 @@ class Resharding:
             earliest: per group, the first point at which it may run last.
         """
         _, wants = self.wanted
-        if self.counts_wanted and (start := self.used_until(self.users, earliest)) < self.used[1]:
+        if self.counts_wanted and (start := self.end_of_use(self.users, earliest)) < self.used[1]:
             copies = [float(prices.arrays.local_bytes(self.value, want)) for want in wants]
             yield (start, self.used[1]), HEAP_OVERHEAD * np.array(copies)
         if self.fused:
@@ -178,7 +178,7 @@ class Resharding:
             if any(less):
                 yield self.used, HEAP_OVERHEAD * np.array(less)
 
-    def used_at_least_until(self) -> int:
+    def earliest_end_of_use(self) -> int:
         """The point up to which a resharded copy is used, whoever of the users reads it; 0 where that is not known."""
         uses = uses_of(self.users)
         if any(group.lies_nowhere for group, _ in uses):
@@ -281,7 +281,7 @@ def _node(resharding: Resharding, prices: PriceList, at_least: bool) -> _Reshard
     for (decides, layouts), among in zip(ends, zip(*options, strict=True), strict=False):
         own = np.array([[0.0 if layout in some else np.inf for some in among] for layout in layouts])
         agree[decides] = agree[decides] + own if decides in agree else own
-    lives, end = [], resharding.used_at_least_until() if at_least else resharding.used[1]
+    lives, end = [], resharding.earliest_end_of_use() if at_least else resharding.used[1]
     for start, first in {(resharding.starts(extra), resharding.begins(extra)) for *_, extra in options}:
         here = [extra if resharding.starts(extra) == start else ExtraBytes(0, 0, False) for *_, extra in options]
         at_first, then = (np.array([max(0, extra[part]) for extra in here]) * HEAP_OVERHEAD for part in (0, 1))

@@ -31,17 +31,18 @@ EXCHANGE = "collective_permute"
 
 @dataclass(frozen=True)
 class Finish:
-    """One collective that turns an unreduced result into a finished one."""
+    """One collective that turns a partial sum into the total."""
 
-    kind: str  # ALL_REDUCE, REDUCE_SCATTER, EXCHANGE of rows of slices that were padded, or ALL_GATHER of what all
-    # devices found, of which each picks
+    # ALL_REDUCE, REDUCE_SCATTER, EXCHANGE of rows of padded slices, or ALL_GATHER of candidates from which each device
+    # picks.
+    kind: str
     axes: tuple[str, ...]
     output: int  # which of the group's outputs
     elements: int  # of the collective's result on one device
-    groups: IndexGroups | None = None  # of the one axis that it runs over, if not all along it talk to each other
+    groups: IndexGroups | None = None  # of devices along its one axis that communicate; None: all devices do
 
     def devices(self, mesh: MeshShape) -> int:
-        """How many devices talk to each other."""
+        """How many devices communicate with each other."""
         return len(self.groups[0]) if self.groups else shards(self.axes, mesh)
 
 
@@ -50,10 +51,10 @@ class Halo:
     """One collective_permute of rows that a device reads beyond its shard."""
 
     axes: tuple[str, ...]
-    use: int  # which of the group's uses
+    use: int  # index among the uses of the group
     elements: int  # on one device
-    rows: tuple  # which: equal for what is the same of the same array
-    readers: int = 1  # groups that bring the same: each pays its part
+    rows: tuple  # which rows; equal for the same rows of the same array
+    readers: int = 1  # groups that need the same rows; each pays its part
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Strategy:
     output_layouts: tuple[Layout, ...]  # per output of the group
     finishes: tuple[Finish, ...]
     halos: tuple[Halo, ...] = ()
-    run: CallRun | None = None  # of a call of an operation: what computes it on shards
+    run: CallRun | None = None  # of a call of an operation: its implementation on shards
 
     @cached_property
     def axes(self) -> dict[int, tuple[str, ...]]:
@@ -76,7 +77,7 @@ Choices = Callable[[Group, Sequence[str], Sequence[int]], Iterable[tuple[int | N
 
 
 def every_choice(_: Group, axes: Sequence[str], factors: Sequence[int]) -> Iterable[tuple[int | None, ...]]:
-    """Per axis the factor that it splits, or None: all there are."""
+    """Per axis the factor that it splits, or None: all combinations."""
     return itertools.product([None, *factors], repeat=len(axes))
 
 
@@ -85,7 +86,7 @@ def strategies_of(
 ) -> list[Strategy]:
     """Every strategy of `group`, or those that are offered; the first splits nothing.
 
-    Strategies come in a fixed order. Of two that want and leave the same layouts at the same cost the first is kept.
+    Strategies come in a fixed order. Of those with the same layouts at the same cost the first is kept.
     """
     unique: dict[tuple, Strategy] = {}
     for assignment in _assignments(group, mesh, choices):
@@ -102,7 +103,7 @@ def strategies_of(
 
 
 def unsummed_key(group: Group) -> tuple | None:
-    """Equal for groups that have the same strategies, whatever they compute; None where sums or halos decide, too."""
+    """Equal for groups with the same strategies; None if these depend on sums or halos, too."""
     if group.reduction or group.reaches or facts_of(group.equations[0].primitive).from_one_device:
         return None
     shapes = tuple((use.value.shape, use.dims) for use in group.uses)
@@ -140,7 +141,7 @@ def _has_small_halos(group: Group, assignment: Mapping[int, tuple[str, ...]], me
 
 
 def _halos(group: Group, wants, assignment: Mapping[int, tuple[str, ...]], mesh: MeshShape) -> tuple[Halo, ...]:
-    """What devices send each other before the work."""
+    """The halos that devices exchange before the group runs."""
     if group.windows.isdisjoint(assignment):
         return ()
     (equation,) = group.equations
@@ -154,7 +155,7 @@ def _halos(group: Group, wants, assignment: Mapping[int, tuple[str, ...]], mesh:
 
 
 def _layouts(tensors: list[FactorDims], assignment, group: Group, mesh: MeshShape) -> tuple[Layout, ...] | None:
-    """How the tensors lie when their factors are split so; None where no PartitionSpec in mesh order says it."""
+    """The layouts of the tensors under an assignment; None if no PartitionSpec in mesh order expresses one of them."""
     layouts = []
     for dims in tensors:
         layout = layout_of_factors(dims, assignment, group.sizes, mesh)
@@ -173,9 +174,9 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     """
     partial = [(factor, assignment[factor]) for factor in sorted(group.reduction) if factor in assignment]
     summed = {factor for factor, _ in partial}
-    is_known = any(0 in use.value.shape and summed & _factors_in(use.dims) for use in group.uses)  # sums of nothing
+    is_known = any(0 in use.value.shape and summed & _factors_in(use.dims) for use in group.uses)  # sums without terms
     if not partial or is_known or all(0 in made.value.shape for made in group.outputs):
-        yield leaves, _handed_out(group, mesh)
+        yield leaves, _results_from_one_device(group, mesh)
         return
     elements = [
         math.prod(local_shape(made.value.shape, layout, mesh))
@@ -239,8 +240,8 @@ def _factors_in(dims: FactorDims) -> set[int]:
     return {factor for dim in dims for factor in dim}
 
 
-def _handed_out(group: Group, mesh: MeshShape) -> tuple[Finish, ...]:
-    """The all_reduces by which all devices get what one has, as the results of a callback."""
+def _results_from_one_device(group: Group, mesh: MeshShape) -> tuple[Finish, ...]:
+    """The all_reduces that hand all devices the results of one device, as those of a callback."""
     (first, *_) = group.equations
     axes = tuple(axis for axis, devices in mesh.items() if devices > 1)
     if not facts_of(first.primitive).from_one_device or not axes:
@@ -258,7 +259,7 @@ def _sequences(
     mesh: MeshShape,
     backend: Backend,
 ) -> Iterator[tuple]:
-    """Sums that are reduce_scattered over some of their axes, and then all_reduced over the rest: fewer bytes go over
+    """Sums that are reduce_scattered over some of their axes, then all_reduced over the rest: fewer bytes go over
     the rest, if that is a slow link, and each group of devices along the first ones has the whole sum.
 
     A compiler without reduce_scatters all_reduces the whole over the first axes.
@@ -272,7 +273,7 @@ def _sequences(
                 if scattered is not None:
                     sliced, finishes = scattered
                     if not (backend.scatters.by_hand or backend.scatters.from_all_reduces):
-                        finishes = [Finish(ALL_REDUCE, inside, 0, local)]  # and a slice of it is kept
+                        finishes = [Finish(ALL_REDUCE, inside, 0, local)]  # each device keeps a slice of the total
                     slice_ = local // shards(inside, mesh)
                     reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
                     yield (sliced,), (*finishes, *reduced)
@@ -283,7 +284,7 @@ def _scattered(
 ) -> tuple[Layout, list[Finish]] | None:
     """`layout` with the axes of some stages appended to a dim, and the collectives of a sum that is scattered so.
 
-    None if it comes out uneven, out of mesh order, or all_reduced.
+    None if the layout would be uneven or out of mesh order, or if XLA would all_reduce the sum.
     """
     dims = list(layout)
     dims[dim] += ordered_axes({axis for axes, _ in stages for axis in axes}, mesh)

@@ -28,6 +28,7 @@ from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.model.xla.units.rows import gathered_bytes, scattered_bytes
 from autoshard.model.xla.units.work_numbers import is_listed, sorts_in_halves
+from autoshard.primitives import INCOMPLETE_GAMMAS
 from autoshard.program import Equation, Value
 
 
@@ -215,7 +216,7 @@ def _widened_product(shards: ShardBytes) -> float:
     return sum(copies) - sum(instead) + widened(equation.outputs[0], shards.whole)
 
 
-def _groups_apart(shards: ShardBytes) -> float:
+def _tokens_per_group(shards: ShardBytes) -> float:
     """Of a `ragged_dot`: the tokens once per group, zeros where they belong to another; the groups' matrices, in order.
 
     The gradient of the matrices has tokens on both sides. Narrow numbers are widened to float32.
@@ -232,7 +233,7 @@ def _groups_apart(shards: ShardBytes) -> float:
     return groups * tokens + (others if has_matrices else groups * others) + widened
 
 
-def _of_cublas(shards: ShardBytes) -> float:
+def _cublas_workspace_bytes(shards: ShardBytes) -> float:
     """What XLA gives cuBLAS for any product of floating-point numbers but the smallest on one device."""
     equation = shards.equation
     tensors = (*equation.inputs[:2], equation.outputs[0])
@@ -297,7 +298,7 @@ def _best_positions(shards: ShardBytes) -> float:
     return source + rank * POSITION_BYTES * source / shards.equation.inputs[0].dtype.itemsize
 
 
-def _words_apart(shards: ShardBytes) -> float:
+def _generator_words(shards: ShardBytes) -> float:
     """The words of a generator's blocks, each an array of its own before they are joined."""
     made = shards.results[1]
     return made if words_are_apart(shards.equation, made / shards.equation.outputs[1].itemsize) else 0.0
@@ -380,7 +381,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "igammac": _until_all_have_settled(25),
         "lu_pivots_to_permutation": lambda shards: 2 * shards.whole,
         "ormqr": lambda shards: copied(shards) + copied(shards, -1),
-        "ragged_dot_general": _groups_apart,
+        "ragged_dot_general": _tokens_per_group,
         "regularized_incomplete_beta": lambda shards: 39 * shards.whole / shards.itemsize,
         "random_bits": _threefry_bits,
         "random_fold_in": _threefry_keys,
@@ -401,16 +402,16 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "cholesky": _factored_in_place,
         "conv_general_dilated": _images_in_order,
         "eigh": lambda shards: shards.operands[0] * shards.kept[0],
-        "dot_general": _of_cublas,
+        "dot_general": _cublas_workspace_bytes,
         "fft": _spectra,
         **dict.fromkeys(("geqp3", "geqrf", "householder_product", "tridiagonal"), copied),
-        **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), _until_all_have_settled(13.5)),
+        **dict.fromkeys(INCOMPLETE_GAMMAS, _until_all_have_settled(13.5)),
         "lu": copied,
         "ormqr": lambda shards: copied(shards, -1),
         "qr": lambda shards: shards.results[0],
         "ragged_dot_general": lambda shards: _CUBLAS_WORKSPACE_BYTES,
         "regularized_incomplete_beta": lambda shards: 27 * shards.whole / shards.itemsize,
-        "rng_bit_generator": _words_apart,
+        "rng_bit_generator": _generator_words,
         "select_and_scatter_add": _best_positions,
         "sort": _sorted_positions,
         "svd": _singular_vectors_on_gpu,

@@ -51,7 +51,7 @@ class OneJitStep(JittedStep):
         )
 
     @functools.cached_property
-    def transformed(self) -> Callable[..., tuple]:
+    def transformed(self) -> Callable[..., tuple[Any, ...]]:
         """As it is written: under a transformation the step has no stages."""
         function = as_function(self._program.jaxpr)
         return jax.jit(lambda *leaves: tuple(function(*leaves)))

@@ -116,7 +116,7 @@ def sent_width(shape: Sequence[int], dim: int, pieces: int, itemsize: int) -> tu
         pieces: of how many devices each gets one.
         itemsize: bytes of an element.
     """
-    least, columns = math.prod(shape) // pieces, columns_beside(shape, dim)
+    least, columns = math.prod(shape) // pieces, columns_of_other_dims(shape, dim)
     if not fills_tiles(least, columns, itemsize):
         width = tiled_width(least, itemsize)
         return width or columns, width > 0
@@ -169,10 +169,10 @@ def fits_turned(columns: int, devices: int) -> bool:
     return any(tiles % piece == 0 for piece in range(min(tiles, _LEAST_TURNED), room + 1))
 
 
-def columns_beside(shape: Sequence[int], dim: int) -> int:
+def columns_of_other_dims(shape: Sequence[int], dim: int) -> int:
     """The columns of the matrix whose rows are scattered when a dim is: enough other dims for all lanes, or all.
 
-    >>> columns_beside((64, 4, 32), 0), columns_beside((64, 256), 0), columns_beside((64,), 0)
+    >>> columns_of_other_dims((64, 4, 32), 0), columns_of_other_dims((64, 256), 0), columns_of_other_dims((64,), 0)
     (128, 256, 1)
     """
     sizes = [shape[other] for other in reversed(_others(shape, dim))]

@@ -54,7 +54,7 @@ def matmul(lhs: Any, rhs: Any) -> jax.Array:
 
 
 @operation("b m k, k n -> b p n", reduction="k", need_replication="m p", name="matmul")
-def _matmul(lhs: Any, rhs: Any) -> jax.Array:
+def _matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return lhs @ rhs
 
 
@@ -146,7 +146,7 @@ def _scattering_backward(split: CallSplit, lhs: Any, rhs: Any, made: Any, cotang
 
 
 @_matmul.implementation(splits={"rows": "m p"}, name="rows", where=lambda split: split.count("rows") > 1)
-def _by_rows(split: CallSplit, lhs: Any, rhs: Any) -> jax.Array:
+def _by_rows(split: CallSplit, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return lhs @ rhs
 
 

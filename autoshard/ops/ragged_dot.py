@@ -96,7 +96,8 @@ def _seconds(split: CallSplit, topology: Any, lhs: Any, rhs: Any, *others: Any, 
 
 @ragged_operation.implementation(splits={ROLE: "g"}, name="groups", seconds=functools.partial(_seconds, gathers=False))
 def _by_groups(split: CallSplit, lhs: Any, rhs: Any, group_sizes: Any, row_numbers: Any) -> jax.Array:
-    return lax.psum(_of_own_groups(split, lhs, rhs, group_sizes, row_numbers[0]), split.axes(ROLE))
+    product: jax.Array = lax.psum(_of_own_groups(split, lhs, rhs, group_sizes, row_numbers[0]), split.axes(ROLE))
+    return product
 
 
 @ragged_operation.implementation(

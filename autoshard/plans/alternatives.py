@@ -41,7 +41,7 @@ from autoshard.model.pricing.cost_tables import ArgumentOption
 from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.model.strategies import Strategy
 from autoshard.plans.chosen_options import prediction_of
-from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
+from autoshard.plans.limited_overlap import at_limited_overlap, with_limited_overlap
 from autoshard.plans.prediction import Prediction
 from autoshard.program import Value
 from autoshard.solver import solve
@@ -49,7 +49,7 @@ from autoshard.solver.problem import ForbiddenError, Problem, Solution, Undecide
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
-from autoshard.tactics import batch_dim
+from autoshard.tactics.roles import batch_dim
 
 PLANNED_ROW = "inner layouts planned"  # the second row of an alternative has its name and this
 _EQUAL_SHARE = 0.001  # of the step's seconds; two alternatives that differ by less count as equally fast
@@ -360,7 +360,7 @@ def _data_parallel(formulation: Formulation, limit: float) -> Solution | None:
     choice = tuple(int(kept[option]) for kept, option in zip(options, solution.choice, strict=True))
     if not fits(formulation.accepted_peak(choice), limit):
         return None
-    return at_its_price(with_bound(replace(solution, choice=choice), 0.0), prediction_of(formulation, choice))
+    return at_limited_overlap(with_bound(replace(solution, choice=choice), 0.0), prediction_of(formulation, choice))
 
 
 def _copies_in_a_row(formulation: Formulation) -> dict[int, list[int]]:

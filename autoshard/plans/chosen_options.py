@@ -19,7 +19,7 @@ from autoshard.model.pricing.prices import GroupSeconds
 from autoshard.model.regions.shared_work import forward_groups
 from autoshard.model.resharding_memory import ValueReader, uses_of
 from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
-from autoshard.model.xla.rounding import Readers, bare_width
+from autoshard.model.xla.rounding import Readers, unrounded_itemsize
 from autoshard.operations.split import CallRun
 from autoshard.plans.annotations import Annotations, Scatter
 from autoshard.plans.plan import PlacedArray
@@ -240,7 +240,7 @@ class ChosenOptions:
         for group, priced, strategy in choices:
             shares = group.index not in forward or self.strategies[forward[group.index]].run == strategy.run
             seconds = priced.seconds[self.choice[self.formulation.group_node(group)]]
-            costs.add(seconds if shares else self.prices.run_apart(group, strategy), group.guessed)
+            costs.add(seconds if shares else self.prices.unmerged_backward_seconds(group, strategy), group.guessed)
             self.add_finishes(costs, group, strategy)
             self.add_halos(costs, group, strategy)
             region = self.prices.region(group, strategy, shares=shares)
@@ -278,8 +278,8 @@ class ChosenOptions:
             costs.communication += taken
             costs.hidden += behind
             costs.further_turns += (taken - behind) * (1 - 1 / value.guessed)
-            size = self.prices.widths.moving(value, readers)
-            smaller = f" in {8 * size:g} bits" if size < bare_width(value) else ""
+            size = self.prices.itemsizes.moving(value, readers)
+            smaller = f" in {8 * size:g} bits" if size < unrounded_itemsize(value) else ""
             why = f"{value}{smaller} from {spec_text(source)} to {spec_text(target)}"
             for step in steps:
                 costs.run(step.kind, step.axes, step.bytes, value.trips, value.guessed, line, why)

@@ -19,7 +19,7 @@ import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.model.formulation import Formulation
-from autoshard.model.pricing.formulation_deadline import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.model.search_policy import CLOSE_GAP
 from autoshard.plans.chosen_options import prediction_of
 from autoshard.plans.prediction import Prediction
@@ -54,17 +54,17 @@ def with_limited_overlap(
         budget: what all of it may take.
         limit: the most bytes that a choice may hold, reshardings included; None: as many as it takes.
     """
-    best = at_its_price(solution, prediction_of(formulation, solution.choice))
+    best = at_limited_overlap(solution, prediction_of(formulation, solution.choice))
     if best.cost <= solution.cost:
         return best
     try:
         search = _OverlapSearch(formulation, best, solve, budget, limit)
-    except FormulatingLate:
+    except FormulationTimeout:
         return best
     return search.run(solution)
 
 
-def at_its_price(solution: Solution, predicted: Prediction) -> Solution:
+def at_limited_overlap(solution: Solution, predicted: Prediction) -> Solution:
     """A solution at what it costs if no more is hidden than there is compute."""
     if predicted.communication_seconds <= solution.cost:
         return solution

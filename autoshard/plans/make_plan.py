@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.layout import Layout, without_idle_axes
 from autoshard.model.formulation import Formulation
 from autoshard.plans.chosen_options import ChosenOptions, prediction_of
-from autoshard.plans.limited_overlap import at_its_price
+from autoshard.plans.limited_overlap import at_limited_overlap
 from autoshard.plans.memory_use import memory_use
 from autoshard.plans.plan import PlacedArray, PlanData
 from autoshard.program import Program
@@ -28,7 +28,7 @@ def make_plan(
     program = formulation.program
     choice = ChosenOptions(formulation, solution.choice)
     annotations, predicted = choice.annotations(), prediction_of(formulation, solution.choice)
-    solution = at_its_price(solution, predicted)
+    solution = at_limited_overlap(solution, predicted)
     placed = _typed(program, [choice.placed(value, value.name) for value in program.arguments], mesh, "arguments")
     count = len(program.own_arguments)
     return PlanData(

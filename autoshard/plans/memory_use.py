@@ -65,7 +65,7 @@ def memory_use(formulation: Formulation, choice: Sequence[int]) -> MemoryUse:
     if elsewhere.shares is not None:
         for part, difference in partly.items():
             over[part] = over.get(part, 0.0) + difference.cumsum()[:points] * (1 - elsewhere.shares[:points])
-    total = formulation.in_use_outside_chip(choice)[:points]
+    total = formulation.bytes_in_use_outside_chip(choice)[:points]
     moments = _moments(total)
     at_moments = {part: over[part][moments] for part in over}
     return MemoryUse(

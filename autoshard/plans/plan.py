@@ -1,4 +1,4 @@
-"""What a plan says: what is sharded how, what that costs, and how good it is proven to be. Data alone."""
+"""A plan as plain data: the shardings of a step, their predicted cost, and a proven bound."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from autoshard.plans.prediction import Prediction
 from autoshard.program import Program
 from autoshard.program.trees import Tree
 
-_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, those that JAX comes with
+_KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")  # of PRNG keys, as JAX has them
 
 
 @dataclass(frozen=True)
 class PlacedArray:
-    """One argument or result, and how it lies on the mesh."""
+    """One argument or result, and its layout on the mesh."""
 
     name: str  # "state/params/w"
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class PlacedArray:
         return NamedSharding(mesh, self.spec, memory_kind=HOST if self.on_host else None)
 
     def typed_sharding(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
-        """As a type of explicit mode has it: with an entry per dim."""
+        """The PartitionSpec of a type in explicit mode, which has an entry per dim."""
         spec = PartitionSpec(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in self.layout))
         return NamedSharding(mesh, spec, memory_kind=HOST if self.on_host else None)
 
@@ -58,7 +58,7 @@ class PlacedArray:
 class PlanData:
     """How a step is sharded over a mesh, what that is predicted to cost, and how good it is proven to be."""
 
-    bound_is_of: ClassVar[str] = "the best possible on this mesh"  # what no plan is faster than
+    bound_is_of: ClassVar[str] = "the best possible on this mesh"  # the plans that the bound is of
 
     name: str  # of the step
     mesh: Mesh | AbstractMesh  # axis types Auto
@@ -77,18 +77,18 @@ class PlanData:
     result_tree: Tree = field(repr=False)  # of the results, and of the arguments that modules it returns still hold
     axis_types: tuple[AxisType, ...] | None = None  # of the user's mesh, if the step is a program of explicit mode
     captured: tuple[PlacedArray, ...] = ()  # the large arrays that the step closes over
-    # Bytes per device by XLA's account of the compiled program; None: that was not asked, or ran out of memory.
+    # Bytes per device by XLA's account of the compiled program; None: not compiled, or XLA ran out of memory.
     compiled_peak: int | None = None
     memory_use: MemoryUse | None = field(repr=False, default=None)  # None: the plan was loaded
-    machine: str | None = None  # that it was planned for, by name; None: the plan was loaded
+    machine: str | None = None  # name of the machine that it was planned for; None: the plan was loaded
     activations: tuple[Activation, ...] = field(repr=False, default=())  # the largest; empty if the plan was loaded
     compiler_options: Mapping[str, bool | int] = field(default_factory=dict)  # of XLA, where `refine` chose them
-    # (axis -> devices, seconds per step, peak bytes per device) of each mesh that was planned for, best first; empty
-    # unless the mesh was chosen.
+    # (axis -> devices, seconds per step, peak bytes per device) of each mesh that was tried, best first; empty unless
+    # the mesh was chosen.
     meshes: tuple[tuple[Mapping[str, int], float, int], ...] = ()
-    rewrites: tuple[tuple[str, tuple[int, ...]], ...] = ()  # laws by which the step was rewritten, and the places
-    state_on_hosts: bool = False  # whether the arguments on hosts are there because autoshard chose so
-    is_late: bool = False  # whether the clock has ended formulating, so that another run may find more
+    rewrites: tuple[tuple[str, tuple[int, ...]], ...] = ()  # names of applied laws, with the indices of the places
+    state_on_hosts: bool = False  # whether autoshard chose to keep arguments in the memory of hosts
+    is_late: bool = False  # whether time was up while formulating, so that another run may find a better plan
 
     @property
     def gap(self) -> float:
@@ -97,7 +97,7 @@ class PlanData:
 
     @property
     def choices(self) -> Mapping[str, str]:
-        """What it decides beside how arrays lie, in words: the stages of a pipeline."""
+        """Its decisions beside layouts, in words, as the stages of a pipeline."""
         return {}
 
     @cached_property
@@ -198,7 +198,7 @@ def _dtype(name: str) -> Any:
     (dtype(bfloat16), key<fry>)
 
     Raises:
-        PlanError: it is none that NumPy or JAX comes with.
+        PlanError: neither NumPy nor JAX has a dtype of this name.
     """
     if not name.startswith("key<"):
         try:
@@ -213,7 +213,7 @@ def _dtype(name: str) -> Any:
 
 
 def check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str) -> None:
-    """Raises PlanError unless the mesh has the axes that were planned for."""
+    """Raises PlanError unless the mesh has the axes of the plan."""
     if list(planned.items()) != list(mesh.shape.items()):
         raise PlanError(
             f"{what} was made for the mesh {dict(planned)}, not for {dict(mesh.shape)}.\n"
@@ -222,7 +222,7 @@ def check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str)
 
 
 def _difference_in_detail(plan: PlanData, program: Program) -> str | None:
-    """What the plan says otherwise of the arrays of the program that it is for, as a file may that has been changed."""
+    """Contradictions between a plan and the arrays of its program, as an edited file may have."""
     kinds = (
         ("argument", plan.arguments, program.own_arguments),
         ("closed-over array", plan.captured, program.arguments[len(program.own_arguments) :]),

@@ -27,14 +27,14 @@ from autoshard.jaxprs import Jaxpr, inner_jaxprs
 from autoshard.options import Options
 from autoshard.plans.files import to_json
 from autoshard.plans.plan import PlanData
+from autoshard.primitives import THREEFRY
 from autoshard.processes.group import PATIENCE, ProcessGroup
 from autoshard.program import Equation, Program
 from autoshard.propagation import Rule
 from autoshard.report.units import bytes_text
-from autoshard.tactics import text_of_tactic
+from autoshard.tactics.requests import text_of_tactic
 from autoshard.user_plan import Plan
 
-_DRAWS = ("random_bits", "random_fold_in", "random_split", "threefry2x32")  # JAX lowers them in two ways
 _UNLIMITED = 0.0  # stands for any time limit in a key
 
 
@@ -126,7 +126,7 @@ class Claims:
 def _generators(jaxpr: Jaxpr) -> Iterator[bool]:
     """Per equation that draws random numbers, those of loops and calls too, whether devices draw each their own."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _DRAWS:
+        if eqn.primitive.name in THREEFRY:
             yield eqn.ctx.threefry_partitionable
         for inner in inner_jaxprs(eqn):
             yield from _generators(inner.jaxpr)

@@ -182,13 +182,13 @@ class ModuleArguments:
         static = {place for place, _ in self._static}
         count = itertools.count()
         numbers = [None if place in static else next(count) for place in range(self._values.num_leaves)]
-        return _shown(self._tree, self._items, _Flat.of(self._items, nnx.graph.RefMap()).held, [], iter(numbers))
+        return _shown(self._tree, self._items, _FlatModules.of(self._items, nnx.graph.RefMap()).held, [], iter(numbers))
 
     def specs(self) -> dict[int, PartitionSpec]:
         """Index of an array -> the PartitionSpec in the metadata of its variable, logical names resolved."""
         static = {place for place, _ in self._static}
         found, index, place = {}, 0, 0
-        for holder, value in itertools.chain(*_Flat.of(self._items, nnx.graph.RefMap()).held):
+        for holder, value in itertools.chain(*_FlatModules.of(self._items, nnx.graph.RefMap()).held):
             spec = _spec_of(holder)
             for _ in jax.tree.leaves(value):
                 if place not in static:
@@ -235,7 +235,7 @@ class ModuleArguments:
 
 
 @dataclass(frozen=True)
-class _Flat:
+class _FlatModules:
     """Modules, and other leaves, as flat lists."""
 
     graphs: list[Any]  # per item; None: it is no module
@@ -245,7 +245,7 @@ class _Flat:
     held: list[list[tuple[Any, Any]]]  # per item, what holds a value, a variable or the item itself, and the value
 
     @classmethod
-    def of(cls, items: Sequence[Any], references: Any, outer: Any = None) -> _Flat:
+    def of(cls, items: Sequence[Any], references: Any, outer: Any = None) -> _FlatModules:
         """
         Args:
             references: module or variable -> its number; those in `items` are added.
@@ -270,7 +270,7 @@ class _Flat:
         leaves, structure = jax.tree.flatten(values)
         return cls(graphs, leaves, structure, keys, all_held)
 
-    def is_like(self, other: _Flat) -> bool:
+    def is_like(self, other: _FlatModules) -> bool:
         """Whether both hold the same, in the same variables and in nothing else."""
         in_variables = all(isinstance(holder, nnx.Variable) for held in other.held for holder, _ in held)
         return self.graphs == other.graphs and self.values == other.values and in_variables
@@ -291,7 +291,7 @@ class TracedModules:
         listed, _ = tree_flatten_with_path(self.arguments, is_leaf=_is_item)
         self._modules = [item for _, item in listed if is_module(item)]
         self._places = [path[1:] for path, item in listed if is_module(item)]
-        self._before = _Flat.of(self._modules, nnx.graph.RefMap(), outer)
+        self._before = _FlatModules.of(self._modules, nnx.graph.RefMap(), outer)
 
     def replaced(self) -> list[tuple[_Path, Any]]:
         """Arrays that the step has put into containers of its own, outside of modules, with their key paths."""
@@ -302,9 +302,9 @@ class TracedModules:
     def returned(self, result: Any) -> tuple[list[Any], ModuleChanges]:
         """The flat results of the program, and what is made of them."""
         references = nnx.graph.RefMap()
-        modules = _Flat.of(self._modules, references, self._outer)
+        modules = _FlatModules.of(self._modules, references, self._outer)
         listed, structure = tree_flatten_with_path(result, is_leaf=is_module)
-        items = _Flat.of([item for _, item in listed], references, self._outer)
+        items = _FlatModules.of([item for _, item in listed], references, self._outer)
         leaves = [*modules.leaves, *items.leaves]
         values = treedef_tuple((modules.values, items.values))
         static = static_leaves(values, leaves)
@@ -393,7 +393,7 @@ def _shown(
     """A pytree with these items, as its author sees it.
 
     Args:
-        held: per item, what holds values, and these, as `_Flat` has them.
+        held: per item, what holds values, and these, as `_FlatModules` has them.
         held_elsewhere: the same of other modules, with which the items may share variables.
         numbers: per leaf of the values elsewhere, and then of those of the items, which array it is.
     """

@@ -48,11 +48,12 @@ from autoshard.program.user_code import Source
 if TYPE_CHECKING:
     from autoshard.program.modules import ModuleChanges
 
-dtype_name = functools.cache(str)  # NumPy writes the name of a dtype anew each time, and slowly
+EquationPath = tuple[Any, ...]  # the place of an equation in the nested jaxprs: an index or a name for each level
+dtype_name = functools.cache(str)  # since NumPy computes the name of a dtype each time, slowly
 
 
 def is_number(dtype: Any) -> bool:
-    """Whether arrays of it can be added up.
+    """Whether arrays of this dtype can be added up.
 
     >>> [is_number(jax.numpy.dtype(name)) for name in ("float32", "bfloat16", "int4", "bool")]
     [True, True, True, False]
@@ -70,14 +71,14 @@ class Value:
     bytes: int  # of the whole array
     name: str = ""  # the user's path for arguments ("state/params/w"), else ""
     source: Source | None = None  # the line that made it, or that reads a closed-over array; None for arguments
-    trips: int = 1  # how often per step it is made: the product of the loops around it
+    trips: int = 1  # how often it is made per step: the product of the trips of the loops around it
     on_host: bool = False  # whether it lies in the host's memory
-    guessed: int = 1  # of the trips: turns of loops whose number a compiled program does not tell
-    is_known: bool = False  # whether its elements follow from the step alone: XLA computes it as it compiles
+    guessed: int = 1  # the part of `trips` that is from loops of unknown length, which a compiled program does not tell
+    is_known: bool = False  # whether it depends on no argument, so that XLA computes it at compile time
 
     @cached_property
     def itemsize(self) -> int:
-        """Bytes per element, PRNG keys included; 1 of what is no array, and of arrays without elements."""
+        """Bytes per element, PRNG keys included; 1 for tokens and other non-arrays, and for empty arrays."""
         return self.bytes // math.prod(self.shape) if self.bytes else getattr(self.dtype, "itemsize", 0) or 1
 
     @property
@@ -99,14 +100,14 @@ class Equation:
     inputs: tuple[Value | np.ndarray, ...]  # an array is a literal or a closed-over scalar
     outputs: tuple[Value, ...]
     source: Source | None
-    path: tuple  # where in the nested jaxprs it stands; `lower/` finds the equation by it
-    trips: int = 1  # how often it runs per step: the product of the loops around it
-    guessed: int = 1  # as of values
+    path: EquationPath  # its place in the nested jaxprs, by which `lower/` finds it
+    trips: int = 1  # how often it runs per step: the product of the trips of the loops around it
+    guessed: int = 1  # as `Value.guessed`
     loop: tuple[int, int] | None = None  # boundary equations: first index of their loop, and one past its last
 
     @property
     def label(self) -> str:
-        """What it is called in a compiled program: the user's line, and its index."""
+        """Its name in a compiled program: the user's line, and its index."""
         return f"{self.source or 'unknown line'}#{self.index}"
 
     def __str__(self) -> str:
@@ -120,13 +121,13 @@ _NAMED_LINES = 3  # lines that a remark names
 
 @dataclass(frozen=True)
 class RewrittenPlaces:
-    """Places of a step that compute the same otherwise, by one law."""
+    """Places of a step that were rewritten by one law of algebra."""
 
     name: str  # of the law
     law: str  # in one line
-    places: tuple[int, ...]  # among those where the law applied, in the order in which it looks at them
-    lines: tuple[str, ...]  # of the user
-    arguments: frozenset[int] = frozenset()  # that are read there
+    places: tuple[int, ...]  # indices among all places where the law applies, in the order of its search
+    lines: tuple[str, ...]  # of the user's code
+    arguments: frozenset[int] = frozenset()  # indices of the arguments that these places read
 
     @property
     def remark(self) -> str:
@@ -143,14 +144,14 @@ class RewrittenPlaces:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced step: what it computes, on which arguments, and how both look to the user."""
+    """A traced step: its equations, its arguments and results, and the user's names for them."""
 
     name: str
     equations: tuple[Equation, ...]
     values: tuple[Value, ...]
     arguments: tuple[Value, ...]  # one per flat argument, in order, then one per array of `captured`
     captured: tuple[Any, ...] = field(repr=False)  # the large arrays that the function closes over
-    constants: tuple[Value, ...]  # the small ones
+    constants: tuple[Value, ...]  # the small arrays that the function closes over
     results: tuple[Value | np.ndarray, ...]  # one per flat result; an array is a literal
     result_names: tuple[str, ...]
     donated: frozenset[int]  # indices of donated arguments
@@ -159,32 +160,33 @@ class Program:
     out_tree: Tree
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
-    barriers: frozenset[tuple] = frozenset()  # the paths of these recomputations
-    # The path of an equation that computes what an earlier one of its jaxpr does -> the place of that one in the jaxpr.
-    merged: Mapping[tuple, int] = field(default_factory=dict, repr=False)
-    # The path of an equation of a primitive of the user's own -> what it computes, in JAX's primitives.
-    implementations: Mapping[tuple, ClosedJaxpr] = field(default_factory=dict, repr=False)
-    loops: tuple[LoopLength, ...] = ()  # of unknown length: how often each `while` is taken to turn
-    apart: frozenset[tuple] = frozenset()  # paths of loops, branches and calls whose bodies JAX traces by themselves
-    inner: frozenset[tuple] = frozenset()  # paths of equations that are parts of others, as of a stencil
-    microbatches: int = 1  # how many the step runs in, one after the other
+    barriers: frozenset[EquationPath] = frozenset()  # the paths of these recomputations
+    # The path of an equation that repeats an earlier one of its jaxpr -> the place of the earlier one in the jaxpr.
+    merged: Mapping[EquationPath, int] = field(default_factory=dict, repr=False)
+    # The path of an equation with a primitive of the user -> its implementation in JAX's primitives.
+    implementations: Mapping[EquationPath, ClosedJaxpr] = field(default_factory=dict, repr=False)
+    loops: tuple[LoopLength, ...] = ()  # of unknown length: the assumed trips of each `while`
+    # Paths of the loops, branches and calls whose bodies JAX traces by themselves.
+    apart: frozenset[EquationPath] = frozenset()
+    inner: frozenset[EquationPath] = frozenset()  # paths of equations that are parts of another, as of a stencil
+    microbatches: int = 1  # in which the step runs, one after the other
     recomputed: str = ""  # what autoshard keeps for the backward pass and what it computes again, in words
     state_on_hosts: bool = False  # whether autoshard keeps arguments in the memory of hosts between steps
-    own_statistics: str = ""  # the statistics of which each microbatch has its own, in words
+    own_statistics: str = ""  # the statistics that each microbatch computes by itself, in words
     shared_trips: str = ""  # the loops whose trips devices may share out, in words
     stacked: str = ""  # what autoshard computes of stacks of arrays instead of array by array, in words
-    departure: str = ""  # from the jaxpr that JAX makes of the step, where nothing else here tells it, in words
-    adds_rows: bool = False  # whether its batch has rows that the user's has not
-    rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, in the order in which that was done
-    # Arguments that were given when the step was traced, by name, or by position where they have none.
+    departure: str = ""  # how it differs from the jaxpr of the step, if no other field says so, in words
+    adds_rows: bool = False  # whether its batch is padded with rows
+    rewritten: tuple[RewrittenPlaces, ...] = ()  # by laws of algebra, in the order in which they were applied
+    # Static arguments, by name, or by position if they have none.
     static: Mapping[str | int, Any] = field(default_factory=dict, repr=False)
-    types: ExplicitTypes | None = None  # of explicit mode; None if it is no program of explicit mode
+    types: ExplicitTypes | None = None  # of explicit mode; None without explicit mode
     # The path of a `lax.platform_dependent` -> per branch the platforms that take it; None: all others.
-    platforms: Mapping[tuple, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
-    # Argument -> the PartitionSpec that flax keeps beside it; it may name axes that a mesh does not have.
+    platforms: Mapping[EquationPath, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict, repr=False)
+    # Argument -> the PartitionSpec in its flax metadata, which may name axes that a mesh does not have.
     wishes: Mapping[int, PartitionSpec] = field(default_factory=dict, repr=False)
-    changes: ModuleChanges | None = field(default=None, repr=False)  # to nnx modules among the arguments, if there are
-    # Per array of `captured`, its place among the constants of the step's own jaxpr; None: a body in it has it, too.
+    changes: ModuleChanges | None = field(default=None, repr=False)  # to nnx modules among the arguments; None: none
+    # Per array of `captured`, its place among the constants of the step's jaxpr; None if an inner jaxpr has it, too.
     constant_places: tuple[int | None, ...] = field(default=(), repr=False)
 
     @cached_property
@@ -220,19 +222,19 @@ class Program:
             digest.update(str(sorted((i, str(spec)) for i, spec in self.wishes.items())).encode())
         return digest.hexdigest()[:16]
 
-    def scope(self, path: tuple) -> tuple:
-        """The innermost body of `apart` that an equation stands in; () for that of the program."""
+    def scope(self, path: EquationPath) -> EquationPath:
+        """The path of the innermost body of `apart` around an equation; () outside of all."""
         return next((path[:n] for n in range(len(path) - 1, 0, -1) if path[:n] in self.apart), ())
 
     def with_equations(self, equations: Sequence[Equation], inner: Set[int]) -> Program:
-        """This program with equations in the places of others.
+        """This program with some equations replaced.
 
         Args:
             equations: one for each of its own.
             inner: indices of those that are parts of others now; they are left out if nothing else reads them.
         """
         read = {x.id for x in self.results if isinstance(x, Value)}
-        for equation in equations:  # of a loop's carry, which stands before the body, what the body hands on
+        for equation in equations:  # the second operand of a `scan_carry` is defined in the body, after the equation
             if equation.index not in inner:
                 read |= {x.id for x in equation.inputs if isinstance(x, Value)}
         kept = []
@@ -255,13 +257,13 @@ class Program:
 
     @property
     def ordered_arguments(self) -> Mapping[int, Layout]:
-        """Argument index -> the layout in its type, which is an order in explicit mode."""
+        """Argument index -> the layout in its type, which explicit mode prescribes."""
         layouts = self.types.arguments if self.types is not None else ()
         return {i: layout for i, layout in enumerate(layouts) if layout}
 
     @property
     def open_axes(self) -> frozenset[str]:
-        """The mesh axes of which types of explicit mode say nothing."""
+        """The mesh axes that types of explicit mode leave open."""
         return open_axes(self.types.mesh) if self.types is not None else frozenset()
 
     @property
@@ -275,7 +277,7 @@ class Program:
     def typed_results(self) -> frozenset[int]:
         """Results that lie on the user's Explicit axes.
 
-        One that is open and may be the next call's state does not: its type would be an order there.
+        A result with an open type that may be the state of the next call does not: its type would be prescribed there.
         """
         if self.types is None:
             return frozenset()
@@ -290,13 +292,13 @@ class Program:
 
     @property
     def closes_over_tracers(self) -> bool:
-        """Whether it is part of a function that is being traced, and means nothing after that."""
+        """Whether it closes over tracers, so that it is valid only during the current trace."""
         return any(isinstance(const, jax.core.Tracer) for const in self.jaxpr.consts)
 
     def running_on(self, platform: str) -> Program:
-        """This program where the branches that other platforms take compute nothing; indices stay what they are.
+        """This program with the branches of other platforms idle; indices stay the same.
 
-        Nor does what is made for `checkify.debug_check`s alone, which JAX lowers to nothing.
+        Equations for `checkify.debug_check`s alone are idle, too, as JAX lowers them to nothing.
         """
         others = {
             (*path, branch)
@@ -330,7 +332,7 @@ class Program:
         return replace(self, equations=tuple(equations), values=values)
 
     def _made_for_checks(self) -> set[int]:
-        """What is made for checks alone that are no part of compiled programs, by index."""
+        """Indices of the equations that only serve checks, which are no part of compiled programs."""
         found: set[int] = set()
         checked = False
         read = {value.id for value in self.results if isinstance(value, Value)}  # by anything else
@@ -351,7 +353,7 @@ class Program:
 
 
 def renumbered(kept: Sequence[Equation], before: int) -> tuple[Equation, ...]:
-    """The equations that are kept of so many, with indices and loops made anew."""
+    """The equations that are kept, with new indices and loops."""
     here = np.zeros(before + 1, int)
     here[[equation.index + 1 for equation in kept]] = 1
     new = np.cumsum(here).tolist()
@@ -372,7 +374,7 @@ def _taken(branches: Sequence[tuple[str, ...] | None], platform: str) -> int:
 
 
 def _printed(params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The parameters that print alike in every process and on all devices: not sets, not objects with an address."""
+    """The parameters that print the same in every process: no sets, and no objects that print their address."""
     bare = ((name, value.spec if isinstance(value, NamedSharding) else value) for name, value in sorted(params.items()))
     texts = ((name, _text(x)) for name, x in bare)
     return [(name, text) for name, text in texts if " at 0x" not in text and "set(" not in text]

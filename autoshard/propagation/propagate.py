@@ -351,7 +351,7 @@ def _grown(
         axes = _within_factor(factor, wished[factor], projection, sizes, mesh)
         taken = {axis for other, others in axes_of.items() if other != factor for axis in others}
         taken.update(axis for other, others in projection.overflow.items() if other != factor for axis in others)
-        axes = _until(axes, taken)
+        axes = _untaken_prefix(axes, taken)
         for limit in limits:
             if factor in limit and len(limit[factor]) < len(axes) and axes[: len(limit[factor])] == limit[factor]:
                 axes = limit[factor]
@@ -391,7 +391,7 @@ def _within_factor(
     """The prefix of `axes` that the factor of this tensor already has or can take."""
     there = projection.axes[factor]
     if factor in projection.closed or factor in projection.overflow:
-        return _until(axes, set(axes) - set(there))
+        return _untaken_prefix(axes, set(axes) - set(there))
     if factor not in projection.major:
         return axes
     pieces = 1
@@ -402,7 +402,7 @@ def _within_factor(
     return axes
 
 
-def _until(axes: Axes, taken: set[_Part]) -> Axes:
+def _untaken_prefix(axes: Axes, taken: set[_Part]) -> Axes:
     """`axes` up to the first that is taken."""
     for position, axis in enumerate(axes):
         if axis in taken:

@@ -28,8 +28,8 @@ from autoshard.propagation.halos import Reach
 Dims = tuple[tuple[str, ...], ...]  # of one tensor: dim -> factors, major to minor
 Shape = tuple[int, ...]
 
-NONE: frozenset[str] = frozenset()  # of all rules: an empty set takes 216 bytes, and most sets of a rule are empty
-KEPT_RULES = 256  # by each function that makes rules of shapes: those of a large step, and not of every shape there was
+NONE: frozenset[str] = frozenset()  # shared by all rules: it takes 216 bytes, and most sets of a rule are empty
+KEPT_RULES = 256  # cached by each function that makes rules from shapes: enough for the shapes of a large step
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Rule:
     operands: tuple[Dims, ...]  # operand -> dim -> factors, major to minor; () for a size-1 dim that no factor owns
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]  # factor -> size
-    reduction: frozenset[str]  # split -> unreduced (partial) results, finished by all_reduce or reduce_scatter
-    need_replication: frozenset[str]  # must be whole on every device for the op (sort, fft, ...); propagates still
-    permutation: frozenset[str]  # splitting costs communication of its own; strategies split those with a reach only
-    given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # factor -> the mesh axes that the user says
-    open_axes: frozenset[str] = NONE  # mesh axes that may split given factors further, where no others may
-    reaches: tuple[Reach[str], ...] = ()  # what devices read beyond their shards, where permutation factors are split
-    summed: frozenset[str] = NONE  # permutation factors whose split leaves partial results, too
-    batch_factor: str | None = None  # of windows: the factor along which none moves
+    reduction: frozenset[str]  # if split, results are partial sums, finished by all_reduce or reduce_scatter
+    need_replication: frozenset[str]  # whole on every device while the equation runs (sort, fft, ...); propagates still
+    permutation: frozenset[str]  # if split, the equation communicates; strategies split only those with a reach
+    given: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # factor -> the mesh axes that the user gives
+    open_axes: frozenset[str] = NONE  # the only mesh axes that may split given factors further
+    reaches: tuple[Reach[str], ...] = ()  # what devices read beyond their shards if permutation factors are split
+    summed: frozenset[str] = NONE  # permutation factors that leave partial sums, too, if they are split
+    batch_factor: str | None = None  # of windows: the factor along which no window moves
     alike: Mapping[str, str] = field(default_factory=dict)  # factor -> the exchanged one that strategies split with it
 
     @cached_property
@@ -69,7 +69,7 @@ class Rule:
 
     @cached_property
     def passing(self) -> tuple[str, ...]:
-        """The factors of no special kind: they pass from operands to results."""
+        """The factors without a special kind, which pass from operands to results."""
         special = self.reduction | self.need_replication | self.permutation
         return tuple(factor for factor in self.sizes if factor not in special)
 
@@ -86,7 +86,7 @@ class Rule:
         permutation: str | Iterable[str] = "",
         sizes: Mapping[str, int] | None = None,
     ) -> Rule:
-        """The rule that `notation` says, for operands and results of these shapes.
+        """The rule written as `notation`, for operands and results of these shapes.
 
         Args:
             notation: for example ``"... i k, k j -> ... i j"``.
@@ -103,7 +103,7 @@ class Rule:
 
     @staticmethod
     def check_notation(notation: str, **keywords: Any) -> None:
-        """Looks for what is wrong with a rule whatever the shapes; `said` are the keyword arguments of `parse`.
+        """Raises the errors of a rule that do not depend on shapes; `said` are the keyword arguments of `parse`.
 
         Raises:
             RuleError: with the place in the notation that is wrong.
@@ -157,7 +157,7 @@ def factor_name(index: int) -> str:
 
 
 def whole(operands: Sequence[Shape], results: Sequence[Shape]) -> Rule:
-    """The rule of an equation about which nothing is known: every dim a factor of its own, kept whole."""
+    """The rule of an unknown primitive: every dim is a factor of its own and is kept whole."""
     builder = RuleBuilder(operands, results)
     for tensor, shape in enumerate(operands):
         for dim, size in enumerate(shape):
@@ -223,11 +223,11 @@ class _Dim:
 
     factors: tuple[str, ...]
     position: int
-    ellipsis: bool = False  # then its one factor is the name of the group, "..." or "...1"
+    ellipsis: bool = False  # if so, its only factor is the name of the group, "..." or "...1"
 
 
 class _Notation:
-    """A text in the rule grammar, read into dims that remember their position."""
+    """A text in the rule grammar, parsed into dims with their positions in the text."""
 
     _TOKEN = re.compile(r"\s*(?:(?P<token>->|\.\.\.\d*|[A-Za-z]\w*|1\b|[(),])|(?P<bad>\S))")
 
@@ -303,7 +303,7 @@ class _Notation:
         sizes: Mapping[str, int] | None = None,
         operands: int | None = None,
     ) -> tuple[dict[str, frozenset[str]], dict[str, int]]:
-        """The factors of each special kind, and where in the text each factor stands first; once nothing is wrong."""
+        """The factors of each special kind, and the first position of each factor in the text, both checked."""
         kinds = {
             "reduction": frozenset(names_of(reduction)) or NONE,
             "need_replication": frozenset(names_of(need_replication)) or NONE,
@@ -348,7 +348,7 @@ class _Notation:
                 self.fail(alone.position, f"factor {factor!r} is a whole dim here, so its size comes from the shapes")
 
     def _sides(self, tensors: int) -> tuple[list[list[_Dim]], list[list[_Dim]]]:
-        """Operands and results; an empty side is one scalar or nothing at all, whichever fits the shapes."""
+        """Operands and results. An empty side is one scalar or no array, whichever fits the shapes."""
         operands, results = self.operands, self.results
         if operands == [[]] and tensors == len(results):
             operands = []
@@ -365,7 +365,7 @@ class _Notation:
     def _expand(
         self, tensors: list[list[_Dim]], shapes: Sequence[Sequence[int]]
     ) -> tuple[list[list[_Dim]], dict[str, tuple[str, ...]]]:
-        """The dims with every '...' written out, one factor per leading dim, and the factors of each '...'."""
+        """The dims with every '...' expanded to one factor per leading dim, and the factors of each '...'."""
         written = {factor for dims in tensors for dim in dims for factor in dim.factors}
         leading: dict[str, int] = {}
         groups: dict[str, tuple[str, ...]] = {}
@@ -407,7 +407,7 @@ class _Notation:
         permutation: frozenset[str],
         known: dict[str, int],
     ) -> dict[str, int]:
-        """The size of every factor: from its own dims, else what the other factors of a compound dim leave."""
+        """The size of every factor, from its own dims or from the other factors of a compound dim."""
         dims = [
             (dim, size)
             for tensor, shape in zip(tensors, shapes, strict=True)

@@ -71,13 +71,13 @@ class Shift(Generic[Factor]):
 
         ends = (0, pieces - 1)  # where what grows or falls with the device is largest
         if max(map(before, ends)) <= 2 * read >= max(map(after, ends)):
-            return _by_distance(before, after, shard, pieces)
+            return _permutes_by_distance(before, after, shard, pieces)
         if 2 * read >= size:
             return None
-        return _by_reader(lambda device: self.start + step * device, read, shard, pieces)
+        return _permutes_by_reader(lambda device: self.start + step * device, read, shard, pieces)
 
 
-def _by_distance(
+def _permutes_by_distance(
     before: Callable[[int], int], after: Callable[[int], int], shard: int, pieces: int
 ) -> list[Permute] | None:
     """Permutes from every device to the one so many places further, and to the one so many places before."""
@@ -113,7 +113,7 @@ class _Piece:
     stop: int
 
 
-def _by_reader(first_row: Callable[[int], int], read: int, shard: int, pieces: int) -> list[Permute]:
+def _permutes_by_reader(first_row: Callable[[int], int], read: int, shard: int, pieces: int) -> list[Permute]:
     """Permutes in which every shard's next reader gets its rows, with no reader twice in one permute."""
     wanted: list[list[_Piece]] = [[] for _ in range(pieces)]  # by sender
     for device in range(pieces):

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Var, aval_of
 from autoshard.recognition.bodies import BodyTree
-from autoshard.recognition.masks import Mask, Visible, visible
+from autoshard.recognition.masks import Mask, VisibleKeys, visible
 from autoshard.recognition.probe import FOLLOWED, Probe
 from autoshard.recognition.small_arrays import SMALL, Roles, SmallArray, UnknownEquation, evaluated
 from autoshard.recognition.structural_equality import Proofs, ValueStructure, parameters_and_types
@@ -46,7 +46,7 @@ class Weights:
     scale: float = 1.0
     biases: tuple[tuple[Var, Roles, float], ...] = ()  # with their coefficients
     masks: tuple[Mask, ...] = ()
-    visible: Visible = field(default_factory=Visible)
+    visible: VisibleKeys = field(default_factory=VisibleKeys)
     stops_at_numbers: bool = False  # whether what is added is a bias, whatever it is made of
     roles: Roles = ()  # of the weights
     proofs: Proofs = field(default_factory=Proofs)
@@ -257,7 +257,7 @@ def _proven(tree: BodyTree, made: Var, scores: JaxprEqn, stops: bool) -> Weights
             if len(seen.rest) < len(masks):
                 break
         else:
-            rows, seen = found.rows, Visible(rest=masks)
+            rows, seen = found.rows, VisibleKeys(rest=masks)
         found = replace(found, rows=rows, visible=seen)
         if _holds(found):
             return found

@@ -21,7 +21,7 @@ from autoshard.jaxprs import (
     scan_counts,
 )
 from autoshard.recognition.bodies import Atom, BodyTree, NestedBody
-from autoshard.recognition.equations import NotAvailable
+from autoshard.recognition.equations import UnavailableValue
 from autoshard.remat.numbering import needed
 
 
@@ -50,14 +50,14 @@ class Editor:
         """The variable that a value has in a body; it is handed there if it has none.
 
         Raises:
-            NotAvailable: the value belongs to a body that is neither around this one nor a scan beside it.
+            UnavailableValue: the value belongs to a body that is neither around this one nor a scan beside it.
         """
         origin = self.tree.origin(origin)
         if names := self.tree.names_in(origin, body):
             return names[0]
         home, _ = self.tree.homes.get(origin, (None, None))
         if home is None or body.parent is None or body.call is None:
-            raise NotAvailable
+            raise UnavailableValue
         if home.parent is body.parent and home is not body and self._turn_together(home, body):
             outside = self._stack(origin, home)
             return self._joins(body, origin, outside, self._handed(body).slices)
@@ -115,7 +115,7 @@ class Editor:
                 them is traced. None: it is like no other.
 
         Raises:
-            NotAvailable: the operands are made of what the function makes.
+            UnavailableValue: the operands are made of what the function makes.
         """
         made = self._traced(kind, function, operands)
         names: dict[Var, Atom] = dict(zip(made.jaxpr.invars, operands, strict=True))

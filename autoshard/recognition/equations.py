@@ -12,7 +12,7 @@ Place = tuple[int, ...]  # places are compared as tuples; the last number is 0
 _Placed = tuple[Place, JaxprEqn]
 
 
-class NotAvailable(Exception):
+class UnavailableValue(Exception):
     """A value cannot be handed to a body that needs it."""
 
 
@@ -62,7 +62,7 @@ class Equations:
         What they read is moved before them where it stands later. New ones that nobody reads go to the end.
 
         Raises:
-            NotAvailable: the new equations read what is made of them. Then nothing has changed.
+            UnavailableValue: the new equations read what is made of them. Then nothing has changed.
         """
         for eqn in gone:
             self._forget(eqn)
@@ -81,7 +81,7 @@ class Equations:
                     end = next(self._numbers), 0
                     self._pull(eqn, end, moved)
                     moved[id(eqn)] = end, eqn
-        except NotAvailable:
+        except UnavailableValue:
             for eqn in new:
                 self._forget(eqn)
             for eqn in gone:
@@ -100,7 +100,7 @@ class Equations:
             before = [self.makers[atom] for atom in eqn.invars if isinstance(atom, Var) and atom in self.makers]
             missing = [one for one in before if not self._stands_before(one, place, moved)]
             if missing and id(eqn) in begun:
-                raise NotAvailable
+                raise UnavailableValue
             begun.add(id(eqn))
             if missing:
                 waiting += missing

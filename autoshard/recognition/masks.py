@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
+from autoshard.primitives import VIEWS
 from autoshard.recognition.bodies import Atom, BodyTree
 from autoshard.recognition.small_arrays import Roles
 
@@ -23,7 +24,7 @@ Mask = tuple[Var, Roles, bool]  # its origin, the roles of its dims, and what it
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleKeys:
     """Which keys queries see."""
 
     back: int | None = None  # how many places back at most; None: all
@@ -45,26 +46,26 @@ class _Places:
     offset: int
 
 
-def visible(tree: BodyTree, masks: tuple[Mask, ...], rows: str, keys: str) -> Visible:
+def visible(tree: BodyTree, masks: tuple[Mask, ...], rows: str, keys: str) -> VisibleKeys:
     """What masks say together."""
-    found = Visible()
+    found = VisibleKeys()
     for var, roles, flag in masks:
         reader = _MaskReader(tree, rows, keys)
         try:
             for low, high in reader.seen(var, roles, flag):
                 if low is not None:
-                    found = Visible(found.back, _least(found.ahead, -low), found.rest)
+                    found = VisibleKeys(found.back, _least(found.ahead, -low), found.rest)
                 if high is not None:
-                    found = Visible(_least(found.back, high), found.ahead, found.rest)
+                    found = VisibleKeys(_least(found.back, high), found.ahead, found.rest)
         except LookupError:
             parts = reader.parts(var, roles) if flag else [(var, roles)]
             if len(parts) > 1:
                 more = visible(tree, tuple((one, dims, True) for one, dims in parts), rows, keys)
-                found = Visible(
+                found = VisibleKeys(
                     _least(found.back, more.back), _least(found.ahead, more.ahead), (*found.rest, *more.rest)
                 )
             else:
-                found = Visible(found.back, found.ahead, (*found.rest, (var, roles, flag)))
+                found = VisibleKeys(found.back, found.ahead, (*found.rest, (var, roles, flag)))
     return found
 
 
@@ -124,7 +125,7 @@ class _MaskReader:
             return self.of_constant(array == flag, roles)
         eqn = self.maker(atom)
         name = eqn.primitive.name
-        if name in ("broadcast_in_dim", "transpose", "reshape", "squeeze"):
+        if name in VIEWS:
             return self.seen(eqn.invars[0], self.under(eqn, roles), flag)
         if name == "not":
             return self.seen(eqn.invars[0], roles, not flag)
@@ -205,7 +206,7 @@ class _MaskReader:
         if name == "iota":
             dim = roles[params["dimension"]]
             return _Places(int(dim == (self.rows,)), int(dim == (self.keys,)), 0) if self.is_place(dim) else _none()
-        if name in ("broadcast_in_dim", "transpose", "reshape", "squeeze"):
+        if name in VIEWS:
             operand = eqn.invars[0]
             return self.places(operand, self.under(eqn, roles) if aval_of(operand).shape else ())
         if name in ("convert_element_type", "copy", "stop_gradient"):

@@ -24,7 +24,7 @@ from autoshard.recognition.attention_weights import Weights, all_weights
 from autoshard.recognition.bodies import BodyTree, NestedBody, values_needed
 from autoshard.recognition.dim_order import Groups, arranged, combined, put_back
 from autoshard.recognition.editing import Editor
-from autoshard.recognition.equations import NotAvailable
+from autoshard.recognition.equations import UnavailableValue
 from autoshard.recognition.experts import with_experts
 from autoshard.recognition.products import VALUE, Backward, Output, backwards, outputs
 from autoshard.recognition.small_arrays import UnknownEquation
@@ -77,7 +77,7 @@ def recognized(closed: ClosedJaxpr, least: float) -> ClosedJaxpr | None:
         for i, weights in chosen:
             try:
                 _rewrite(editor, weights)
-            except (NotAvailable, UnknownEquation):
+            except (UnavailableValue, UnknownEquation):
                 failed.add(i)
         needed = values_needed(tree)
         failed |= {i for i, weights in chosen if weights.scores.outvars[0] in needed}
@@ -235,7 +235,7 @@ def _backward(editor: Editor, call: _AttentionCall, back: Backward, made: _Made)
         try:
             saved = [editor.here(var, body) for var in made[home]]
             break
-        except NotAvailable:
+        except UnavailableValue:
             continue
     count = len(operands)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.jaxprs import JaxprEqn, Literal, Var, aval_of
+from autoshard.primitives import VIEWS
 
 Roles = tuple[tuple[str, ...], ...]  # per dim
 
@@ -75,9 +76,8 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "sub": np.subtract,
 }
 _REDUCE: dict[str, Callable[..., Any]] = {"reduce_max": np.max, "reduce_min": np.min, "reduce_sum": np.sum}
-_SHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 ELEMENTWISE = frozenset({*_UNARY, *_BINARY, "convert_element_type", "integer_pow", "select_n"})
-EVALUATED = ELEMENTWISE | _REDUCE.keys() | _SHAPES | {"dot_general"}
+EVALUATED = ELEMENTWISE | _REDUCE.keys() | VIEWS | {"dot_general"}
 
 
 def number(value: Any) -> SmallArray:

@@ -21,7 +21,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.search_policy import goal_of, solve_for_plan
 from autoshard.plans.chosen_options import prediction_of
-from autoshard.plans.limited_overlap import at_its_price, with_limited_overlap
+from autoshard.plans.limited_overlap import at_limited_overlap, with_limited_overlap
 from autoshard.plans.plan import PlanData
 from autoshard.program import Program, Value
 from autoshard.replanning.near_choices import EDGE_DISTANCES, agreeing, enough_gap, is_small, near
@@ -162,36 +162,36 @@ class ArgumentQuestion:
         free = replace(self.formulation, problem=replace(problem, limit=None, checked=True))
         found = _unlimited(free.problem, Budget.of(_WHOLE_STEP_SECONDS))
         limited = with_limited_overlap(free, found, _unlimited, Budget.of(_WHOLE_STEP_SECONDS))
-        return at_its_price(limited, prediction_of(free, limited.choice))
+        return at_limited_overlap(limited, prediction_of(free, limited.choice))
 
     # Reasons.
 
     def reasons(self, others: Sequence[PricedLayout]) -> list[str]:
         """What forced the layout, as far as nobody said so."""
         return [
-            *self.of_constraints(),
-            *self.of_memory(),
-            *self.of_readers(),
+            *self.constraint_reasons(),
+            *self.memory_reasons(),
+            *self.reader_reasons(),
             *self.indivisible(),
-            *self.of_ties(others),
+            *self.tie_reasons(others),
         ]
 
-    def of_constraints(self) -> Iterator[str]:
+    def constraint_reasons(self) -> Iterator[str]:
         """Constraints of the step that are put on it."""
         for equation in self.program.equations:
             if equation.primitive in CONSTRAINTS and any(x is self.value for x in equation.inputs):
                 yield f"{equation.primitive} at {equation.source or 'unknown line'} says how it lies there."
 
-    def of_memory(self) -> Iterator[str]:
+    def memory_reasons(self) -> Iterator[str]:
         """Whether it would lie otherwise if there were more memory."""
         free = self.without_limit
         if math.isinf(self.limit) or free is None:
             return
-        in_use = self.formulation.accepted_in_use(free.choice)
-        point = int(in_use.argmax())
-        peak, allowed = bytes_text(in_use[point]), bytes_text(self.limit)
+        bytes_in_use = self.formulation.accepted_bytes_in_use(free.choice)
+        point = int(bytes_in_use.argmax())
+        peak, allowed = bytes_text(bytes_in_use[point]), bytes_text(self.limit)
         home = self.formulation.arguments[self.argument][free.choice[self.argument]].home
-        if fits(in_use[point], self.limit):
+        if fits(bytes_in_use[point], self.limit):
             yield f"Memory forces nothing: the fastest step holds {peak} of the {allowed} that a plan may fill."
             return
         where = point_text(self.program, point)
@@ -202,15 +202,15 @@ class ArgumentQuestion:
         else:
             yield f"Memory forces it: {over}. There the argument lies as {spec_text(home)}."
 
-    def of_readers(self) -> Iterator[str]:
+    def reader_reasons(self) -> Iterator[str]:
         """How those who read it want it, and what that takes."""
         reasons: dict[str, None] = {}
         for reader in self.formulation.readers[self.value.id]:
             if reader.group is not None:
-                reasons[self.of_reader(reader)] = None
+                reasons[self.reader_reason(reader)] = None
         yield from itertools.islice(reasons, _MOST_NAMED_READERS)
 
-    def of_reader(self, reader: ValueReader) -> str:
+    def reader_reason(self, reader: ValueReader) -> str:
         group, prices = reader.group, self.formulation.prices
         assert group is not None, "the caller looks"
         want = reader.wants[self.choice[reader.node]]
@@ -234,7 +234,7 @@ class ArgumentQuestion:
         """Dims that some axis does not divide."""
         yield from indivisible_dims(self.value, self.formulation.mesh)
 
-    def of_ties(self, others: Sequence[PricedLayout]) -> Iterator[str]:
+    def tie_reasons(self, others: Sequence[PricedLayout]) -> Iterator[str]:
         """Layouts that are as good, or better."""
         chosen = self.chosen.step_seconds
         for other in (one for one in others if one.fits):

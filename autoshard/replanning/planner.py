@@ -34,7 +34,7 @@ from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.solve import with_bound
 from autoshard.solver.verify import fits
 from autoshard.specs import fixed_layouts, patterns_of, wished_layouts
-from autoshard.tactics import text_of_tactic
+from autoshard.tactics.requests import text_of_tactic
 from autoshard.user_plan import Plan, Wish
 
 _SECONDS = 20.0  # that an explanation's search may take, unless the time limit is below

@@ -24,6 +24,7 @@ class Operand:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Sizes of the dims of the array."""
         shape: tuple[int, ...] = aval_of(self.atom).shape
         return shape
 
@@ -33,6 +34,7 @@ class Operand:
         return dict(zip(self.labels, self.shape, strict=True))
 
     def renamed(self, names: Mapping[Label, Label]) -> Operand:
+        """The same array with other labels."""
         return Operand(self.atom, tuple(names.get(label, label) for label in self.labels))
 
 
@@ -81,6 +83,7 @@ class Product:
 
     @property
     def operands(self) -> tuple[Operand, Operand]:
+        """The left and the right operand."""
         return self.left, self.right
 
     @property
@@ -102,6 +105,7 @@ class Product:
 
     @property
     def sizes(self) -> dict[Label, int]:
+        """Label -> elements."""
         return self.left.sizes | self.right.sizes
 
     def renamed(self, names: Mapping[Label, Label]) -> Product:

@@ -46,7 +46,8 @@ class Rewrite:
     find: Callable[[BodyGraph], Iterable[Match]]
 
 
-REWRITES: dict[str, Rewrite] = {}  # by name, in the order in which they were registered
+REWRITES: dict[str, Rewrite] = {}
+"""The laws by name, in the order in which they were registered."""
 
 
 def register(name: str, law: str) -> Callable[[Callable[[BodyGraph], Iterable[Match]]], Rewrite]:

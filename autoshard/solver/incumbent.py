@@ -1,4 +1,4 @@
-"""What is known of a problem while it is being solved: the incumbent, which is the best choice so far, and a bound."""
+"""The state of a search: the incumbent, which is the best choice so far, and the best bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.solver.problem import Problem, relative_gap
 from autoshard.solver.verify import OPTIMAL_GAP, fits, verify
 
-SOLVED_GAP = OPTIMAL_GAP / 10  # relative; finer than what is called optimal, to leave room for rounding
+SOLVED_GAP = OPTIMAL_GAP / 10  # relative; smaller than the gap of an optimal solution, to allow for rounding
 
 
 class Incumbent:
@@ -22,16 +22,16 @@ class Incumbent:
 
     def __init__(self, problem: Problem, tell: Callable[[], None] | None = None):
         self.problem = problem
-        self.best: tuple[tuple[int, ...], float] | None = None  # one value, so that Ctrl-C finds both or neither
+        self.best: tuple[tuple[int, ...], float] | None = None  # one value: Ctrl-C leaves both or neither
         self.bound = -math.inf
-        self.start: tuple[int, ...] | None = None  # where moves may start: it need not be allowed, nor fit
+        self.start: tuple[int, ...] | None = None  # a starting point of moves, feasible or not
         self.tell = tell or _tells_nobody
-        # Cost above the bound at which the choice is good enough.
+        # The gap at which the choice is good enough, in units of cost.
         self.tolerance: Callable[[], float] = _tolerates_nothing
-        self.always_tolerant = False  # whether the tolerance ends cheap searches and those of few options, too
+        self.always_tolerant = False  # whether the tolerance also ends cheap searches and searches of few options
 
     def disconnect(self) -> None:
-        """Ends what `tell` and `tolerance` do, which refer to the incumbent: dropped, it would keep itself alive."""
+        """Removes `tell` and `tolerance`. They refer to the incumbent, and this cycle would keep it alive."""
         self.tell, self.tolerance = _tells_nobody, _tolerates_nothing
 
     @property
@@ -57,22 +57,22 @@ class Incumbent:
 
     @property
     def is_close(self) -> bool:
-        """Whether the best choice is good enough where more options are left than are solved at once."""
+        """Whether the best choice is good enough for a problem with too many options to solve exactly."""
         return self.is_solved or self.cost - self.bound <= self.tolerance()
 
     def offer(self, choice: Sequence[int]) -> None:
-        """Takes the choice if it is the cheapest that is allowed and fits."""
+        """Takes the choice if it is feasible and cheaper than the best so far."""
         cost, peak = verify(self.problem, choice)
         if cost < self.cost and fits(peak, self.problem.limit):
             self.best = tuple(map(int, choice)), cost
             self.tell()
 
     def replace(self, choice: Sequence[int]) -> None:
-        """Takes a choice that is as good as the best."""
+        """Replaces the best choice by one of the same cost."""
         self.best = tuple(choice), verify(self.problem, choice)[0]
 
     def prove(self, bound: float) -> None:
-        """Takes the bound if it is the highest."""
+        """Takes the bound if it is higher than the best so far."""
         if bound > self.bound:
             self.bound = bound
             self.tell()
@@ -87,11 +87,11 @@ def _tolerates_nothing() -> float:
 
 
 def least_sum(problem: Problem) -> float:
-    """A bound: no choice costs less than the cheapest option of every node with the cheapest pair of every edge."""
+    """A bound: the sum of the cheapest option of every node and the cheapest pair of every edge."""
     return math.fsum(costs.min() for costs in [*problem.costs, *(edge.costs for edge in problem.edges)])
 
 
 def most_sum(problem: Problem) -> float:
-    """No allowed choice costs more than the dearest option of every node with the dearest pair of every edge."""
+    """An upper bound of allowed choices: the sum of the dearest option of every node and pair of every edge."""
     tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
     return math.fsum(table[np.isfinite(table)].max(initial=-np.inf) for table in tables)

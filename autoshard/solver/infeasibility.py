@@ -11,7 +11,7 @@ from autoshard.errors import SolverError
 from autoshard.solver.least_memory import lean, leanest
 from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, UndecidedError
 from autoshard.solver.run import NoChoice, SolverRun
-from autoshard.solver.runtime.clock import TimeUp
+from autoshard.solver.runtime.clock import SearchTimeout
 from autoshard.solver.verify import verify
 
 EXACT_SHARE = 0.5  # of the time left: what is given to the integer program that finds how much memory would do
@@ -33,7 +33,7 @@ def infeasible_error(run: SolverRun) -> SolverError:
     run.clock.extend()
     found = None
     try:
-        with contextlib.suppress(TimeUp), run.clock.hurry(EXACT_SHARE):
+        with contextlib.suppress(SearchTimeout), run.clock.hurry(EXACT_SHARE):
             found = leanest(problem, run)
         found = found or lean(problem, run)
     except NoChoice as error:

@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.solver.incumbent import Incumbent
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import NoChoice, SolverRun, count_options
-from autoshard.solver.runtime.clock import TimeUp
+from autoshard.solver.runtime.clock import SearchTimeout
 from autoshard.solver.verify import verify
 
 
@@ -48,13 +48,13 @@ def leanest(problem: Problem, run: SolverRun) -> LeanChoice:
     """The choice with the lowest peak.
 
     Raises:
-        TimeUp: it was not found in time.
+        SearchTimeout: it was not found in time.
         NoChoice: every choice is forbidden.
     """
     free = _at_no_cost(problem, [np.zeros(len(costs)) for costs in problem.costs])
     small = run.simplified(replace(free, lives=problem.lives, limit=0.0))  # every point matters
     if max(map(count_options, small.parts), default=0) > LEAST_MEMORY.most_options:
-        raise TimeUp
+        raise SearchTimeout
     programs = run.load_programs() if small.parts else None
     limits = run.clock.program_limits
     outcomes = [programs.leanest(part, seed=run.seed, **limits()) for part in small.parts] if programs else []
@@ -64,7 +64,7 @@ def leanest(problem: Problem, run: SolverRun) -> LeanChoice:
         raise NoChoice
     choices = [outcome.choice for outcome in outcomes]
     if None in choices:
-        raise TimeUp
+        raise SearchTimeout
     choice = small.invert(choices)
     return LeanChoice(choice, verify(problem, choice)[1], is_exact=True)
 
@@ -78,7 +78,7 @@ def lean(problem: Problem, run: SolverRun) -> LeanChoice | None:
     points = _Points(problem)
     weights = np.full(points.count, 1 / points.count)
     best, peak, bound = None, math.inf, 0.0
-    with contextlib.suppress(TimeUp):
+    with contextlib.suppress(SearchTimeout):
         for i in range(LEAST_MEMORY.rounds):
             weighted = Incumbent(_at_no_cost(problem, points.weighted(weights)))
             try:

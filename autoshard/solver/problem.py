@@ -29,7 +29,7 @@ class ForbiddenError(SolverError):
 
 
 class UndecidedError(SolverError):
-    """Time ended before a choice was found, or it was proven that there is none."""
+    """Time ended before a choice was found or proven not to exist."""
 
     def __init__(self, message: str, *, bound: float = 0.0):
         super().__init__(message)
@@ -50,9 +50,10 @@ class InfeasibleError(SolverError):
     ):
         """
         Args:
-            needed: or what finds it, once it is asked for; inf where it is not found in time.
-            choice: the one that needs so little, where it is known.
-            least: bytes: it is proven that no smaller limit would do.
+            needed: the smallest known limit that some choice meets, in bytes, or a function that searches for it; inf
+                if none is found in time.
+            choice: a choice that meets the limit `needed`, if it is known.
+            least: bytes: every smaller limit is proven to be infeasible.
         """
         super().__init__(message)
         self.limit, self.choice, self.least = limit, choice, least
@@ -77,7 +78,7 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Live:
-    """Memory that a node holds over a stretch of the program. One node may have several; they add up."""
+    """Memory that a node holds over a stretch of the program. One node may have several lives; their bytes add up."""
 
     node: int
     start: int  # first program point that holds it
@@ -105,9 +106,9 @@ class Problem:
     costs: tuple[np.ndarray, ...]  # node -> option -> cost; inf: forbidden
     edges: tuple[Edge, ...]
     lives: tuple[Live, ...]
-    limit: float | None  # bytes; None: as much as it takes
+    limit: float | None  # bytes; None: no limit
     names: tuple[str, ...] = ()  # one per node, or none at all; for messages
-    checked: InitVar[bool] = False  # whether it is made of the arrays of a problem, which need no second look
+    checked: InitVar[bool] = False  # whether its arrays come from a checked problem
 
     def __post_init__(self, checked: bool) -> None:
         if not checked:
@@ -119,13 +120,13 @@ class Problem:
         return f"Problem({sizes}, limit {self.limit})"
 
     def name(self, node: int) -> str:
-        """What messages call the node."""
+        """The name of the node in messages."""
         return f"node {node} ({self.names[node]})" if self.names else f"node {node}"
 
     def pressure_points(self) -> np.ndarray:
-        """The program points that decide whether a choice fits: what lives at any other point lives at one of these.
+        """The program points that decide whether a choice fits: lives at any other point are alive at one of these.
 
-        A point where something starts to live is one of them unless nothing ends before the next start.
+        The start of a life is one of them unless no life ends before the next start.
 
         >>> lives = Live(0, 0, 9, np.array([1])), Live(0, 2, 5, np.array([1])), Live(0, 4, 6, np.array([1]))
         >>> Problem((np.array([0.0]),), (), lives, None).pressure_points()
@@ -134,14 +135,14 @@ class Problem:
         held = [live for live in self.lives if live.start < live.end and live.usage.any()]
         starts = np.unique(np.array([live.start for live in held], dtype=np.int64))
         ends = np.unique(np.array([live.end for live in held], dtype=np.int64))
-        ended = np.searchsorted(ends, starts, side="right")  # how many had ended when this one starts
+        ended = np.searchsorted(ends, starts, side="right")  # number of lives that have ended when this one starts
         return starts[np.append(ended[1:] > ended[:-1], True)] if len(starts) else starts
 
     @property
     def can_memory_bind(self) -> bool:
-        """Whether lives hold more than the limit at some point, each with the option with which it holds the most.
+        """Whether the lives exceed the limit at some point if every node takes the option that holds the most.
 
-        If not, no choice does.
+        If they do not, no choice exceeds it.
 
         >>> life = Live(0, 0, 1, np.array([1, 4]))
         >>> Problem((np.zeros(2),), (), (life,), 3).can_memory_bind
@@ -234,7 +235,7 @@ class Problem:
             raise SolverError(f"{path}: {error}") from error
 
     def _with_single_lives(self) -> Problem:
-        """The same with a node of its own for each further life of a node, tied to it; none is empty."""
+        """The problem with one life per node: each further life of a node gets a new node that is tied to it."""
         costs, names, edges, lives = list(self.costs), list(self.names), list(self.edges), {}
         for live in self.lives:
             if live.start == live.end:
@@ -251,7 +252,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """One option per node, what they cost, and how much cheaper any other choice could be."""
+    """One option per node, with its cost and a bound on the cost of any other choice."""
 
     choice: tuple[int, ...]  # node -> option
     cost: float
@@ -266,7 +267,7 @@ class Solution:
 
 
 def relative_gap(cost: float, bound: float) -> float:
-    """How far a cost may be from the best, as a share of it; of the bound, where that is larger. inf: not known.
+    """The distance of a cost to its bound, as a share of the larger of the two; inf if it is unknown.
 
     >>> relative_gap(4.0, 3.0), relative_gap(0.0, -2.0), relative_gap(0.0, 0.0), relative_gap(math.inf, 3.0)
     (0.25, 1.0, 0.0, inf)
@@ -309,7 +310,7 @@ def _validate(problem: Problem) -> None:
 def _validate_costs(problem: Problem) -> None:
     """Costs are numbers or inf, and so is their sum."""
     tables = [*problem.costs, *(edge.costs for edge in problem.edges)]
-    times = Counter(map(id, tables))  # many are one object
+    times = Counter(map(id, tables))  # many tables are the same object
     distinct = list({id(table): table for table in tables}.values())
     flat = _flat(distinct)
     if not flat.min(initial=0.0) > -np.inf:  # NaN compares false

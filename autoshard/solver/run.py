@@ -28,8 +28,8 @@ from autoshard.solver.runtime.clock import Clock
 from autoshard.solver.settings import Goal, Sizes
 from autoshard.solver.verify import fits
 
-COMPILING_SECONDS = 3.0  # what takes longer than this to load is being compiled
-SECONDS_PER_REDUCTION = 1e-4  # of a quiet core, for one step of simplifying
+COMPILING_SECONDS = 3.0  # code that takes longer than this to load is being compiled
+SECONDS_PER_REDUCTION = 1e-4  # of a quiet core, for one reduction of presolve
 
 
 class NoChoice(Exception):
@@ -43,9 +43,9 @@ class ProblemPart:
     incumbent: Incumbent
     is_large: bool  # whether compiled code pays
     bounds_pay: bool  # whether bounds are likely to forbid options
-    of_whole: bool  # whether it is a part of the problem that `solve` was called with, options included
-    share: float  # of the time left that a large part may take
-    options_left: int  # of this part and all that come after it
+    of_whole: bool  # whether it is a part of the problem given to `solve`, with all options
+    share: float  # of the remaining time, for a large part
+    options_left: int  # number of options of this part and all later parts
 
     @property
     def problem(self) -> Problem:
@@ -57,26 +57,26 @@ class ProblemPart:
 
 
 class Algorithm(Protocol):
-    """A way to learn about a part: a row of the table. Its numbers are the fields of its class."""
+    """A search algorithm: a row of the table in `method.py`. Its fields are its settings."""
 
     def applies(self, part: ProblemPart, run: SolverRun) -> bool:
-        """Whether it is worth a try."""
+        """Whether the algorithm is worth a try on this part."""
         ...
 
     def improve(self, part: ProblemPart, run: SolverRun) -> bool:
-        """Offers choices to `part.incumbent` and proves bounds; whether the part is done with.
+        """Offers choices to `part.incumbent` and proves bounds; whether the part is finished.
 
-        It counts its work by `run.clock.spend`, which ends it when time is up.
+        The algorithm counts its work by `run.clock.spend`, which raises when time is up.
 
         Raises:
             NoChoice: no choice of the part is allowed and fits.
-            TimeUp: time is up.
+            SearchTimeout: time is up.
         """
         ...
 
 
 class SolverRun:
-    """One run of `solve`. What it has learnt when an exception ends it is in `incumbent`."""
+    """One run of `solve`. If an exception ends it, `incumbent` has the best choice and bound so far."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class SolverRun:
     ):
         """
         Args:
-            counts_work: whether a large problem, too, is searched until the work is done rather than until time is up.
+            counts_work: whether the search of a large problem, too, ends by work instead of time.
         """
         self.seed, self.threads, self.goal, self.sizes, self.algorithms = seed, threads, goal, sizes, algorithms
         self.has_compiled = False  # whether compiled code is loaded
-        self.memory_binds = False  # whether memory has prices in some part
+        self.memory_binds = False  # whether some part has positive prices of memory
         self.report = Report(progress)
         self.incumbent = Incumbent(problem, lambda: self.report.know(self.incumbent.cost, self.incumbent.bound))
         self.incumbent.tolerance = self._tolerance
@@ -112,7 +112,7 @@ class SolverRun:
         self.clock.begin(lambda: self.incumbent.offer([0] * len(self.incumbent.problem.costs)))
 
     def _tolerance(self) -> float:
-        """How far from the best a choice of many options may be."""
+        """The gap that is accepted for problems of many options."""
         bound = max(0.0, self.incumbent.bound)
         if self.clock.is_rejected:
             return self.goal.rejected_gap * bound if self.clock.left() else math.inf
@@ -123,7 +123,7 @@ class SolverRun:
 
         Raises:
             NoChoice: no choice is allowed and fits.
-            TimeUp: time is up.
+            SearchTimeout: time is up.
         """
         small = self.simplified(incumbent.problem)
         if not fits(small.rest, incumbent.problem.limit):
@@ -147,9 +147,9 @@ class SolverRun:
             left -= count_options(part.problem)
 
     def _incumbents(self, whole: Incumbent, small: Simplification) -> list[Incumbent]:
-        """Those of the parts, from which the whole learns."""
+        """The incumbents of the parts. They report choices and bounds to the incumbent of the whole."""
         parts: list[Incumbent] = []
-        last: tuple[tuple[int, ...], ...] | None = None  # what was offered
+        last: tuple[tuple[int, ...], ...] | None = None  # the choices of the last offer
 
         def tell() -> None:
             nonlocal last
@@ -212,7 +212,7 @@ class SolverRun:
         return large
 
     def load_programs(self) -> ModuleType:
-        """The integer programs; what they import takes a second, in which it can lose a Ctrl-C."""
+        """The module of integer programs. It is imported late, since this takes a second and may lose a Ctrl-C."""
         with self.report.during("load the integer program"):
             return in_background(_load_programs, self.clock.check)
 
@@ -222,9 +222,9 @@ def count_options(problem: Problem) -> int:
     return sum(map(len, problem.costs))
 
 
-@functools.cache  # asked again, a process that has compiled would start others to compile
+@functools.cache  # a second call in a process that has compiled would start others that compile
 def begin_loading_compiled() -> Future[ModuleType]:
-    """The code for large problems, once it is loaded; where it has never been compiled, that takes a while."""
+    """Starts to load the code for large problems. The first load on a machine compiles it, which takes a while."""
     return begun(_load_compiled)
 
 

@@ -19,7 +19,7 @@ from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.progress import Progress
 from autoshard.solver.run import NoChoice, SolverRun
 from autoshard.solver.runtime.budget import Budget
-from autoshard.solver.runtime.clock import TimeUp
+from autoshard.solver.runtime.clock import SearchTimeout
 from autoshard.solver.searches.search_run import Search
 from autoshard.solver.searches.table import algorithm_of
 from autoshard.solver.settings import PROVEN, Goal
@@ -103,7 +103,7 @@ def solve(
             run.solve(incumbent, bounds_pay=True)
             if goal.prefers_lean:
                 _take_leaner(run)
-    except TimeUp:
+    except SearchTimeout:
         pass
     except KeyboardInterrupt:
         budget.interrupt()

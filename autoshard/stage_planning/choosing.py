@@ -16,7 +16,7 @@ from autoshard.errors import ConflictError, MicrobatchError, StageError
 from autoshard.layout import Layout, MeshShape
 from autoshard.mesh.topology import Topology
 from autoshard.microbatches.batch import batch_of
-from autoshard.model.pricing.formulation_deadline import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.model.xla.backends import Backend
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
@@ -39,7 +39,7 @@ from autoshard.stage_search import (
 )
 from autoshard.stages.cutting import CuttableStep, cut
 from autoshard.stages.stage_tactics import StageTactics
-from autoshard.tactics import TacticLike
+from autoshard.tactics.requests import TacticLike
 
 PLANNED_EXACTLY = 2  # of the choices of the search: planned stage by stage until so many fit
 SEARCHES = 4  # at most, each on tables with more planned costs than the one before
@@ -334,7 +334,7 @@ def _planned_exactly(
             continue
         try:
             exact = exact_pipeline(found.space, choice, steps.cut_at, found.shapes, machine.backend, until)
-        except FormulatingLate:
+        except FormulationTimeout:
             break
         except StageError as error:  # it cannot be cut there, and perhaps elsewhere
             refusal = error

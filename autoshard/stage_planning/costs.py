@@ -92,7 +92,7 @@ def formulated_on(program: Program, where: SubMeshModel, fixed: Mapping[int, Lay
     """The problem of one program of a stage on a sub-mesh; its arguments of these indices lie so.
 
     Raises:
-        FormulatingLate: planning on the sub-mesh has to end.
+        FormulationTimeout: planning on the sub-mesh has to end.
     """
     mesh_shape = dict(where.mesh.shape)
     rules = checked_rules(program, mesh_shape)

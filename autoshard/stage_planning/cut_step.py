@@ -64,7 +64,7 @@ class CutStep:
 
         Raises:
             ConflictError: the tactics leave nothing there.
-            FormulatingLate: planning on the sub-mesh has to end.
+            FormulationTimeout: planning on the sub-mesh has to end.
         """
         key = stage, tuple(where.mesh.shape.items()), where.topology
         if key not in self._formulated:

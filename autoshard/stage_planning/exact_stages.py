@@ -29,7 +29,7 @@ from autoshard.stage_search import (
     simulated,
 )
 from autoshard.stage_search.chunks import ChunkProblem
-from autoshard.stage_search.fit_memory import within_memory
+from autoshard.stage_search.fit_memory import fitted_to_memory
 from autoshard.stage_search.simulating import ScheduleFacts, ScheduleForm, schedule_facts
 
 MOST_LEANER_PLANS = 3  # leaner plans for a kind of stage
@@ -73,7 +73,7 @@ def exact_pipeline(
         until: when planning ends, as `time.monotonic` has it.
 
     Raises:
-        FormulatingLate: it is that late.
+        FormulationTimeout: it is that late.
     """
     facts = schedule_facts(choice.schedule, choice.devices, choice.chunks, choice.microbatches)
     if facts is None:
@@ -124,7 +124,7 @@ def _fast_where_there_is_room(
         tables += made
     form = ScheduleForm(facts.schedule.placement, facts.schedule.has_weight_tasks)
     problem = ChunkProblem(space, form, choice.microbatches, tuple(tables))
-    return [cost_of[id(one.table)] for one in within_memory(problem, stages, facts.in_flight)]
+    return [cost_of[id(one.table)] for one in fitted_to_memory(problem, stages, facts.in_flight)]
 
 
 def _exact(

@@ -19,7 +19,7 @@ import numpy as np
 from autoshard.errors import ConflictError, MicrobatchError, StageError
 from autoshard.layout import MeshShape
 from autoshard.mesh.topology import Topology
-from autoshard.model.pricing.formulation_deadline import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, level_of, variant_of
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes
@@ -99,7 +99,7 @@ class PlannedSpace:
         """
         planner = _UnitPlanner(request)
         for count in sorted(request.planned):
-            with contextlib.suppress(MicrobatchError, StageError, FormulatingLate):
+            with contextlib.suppress(MicrobatchError, StageError, FormulationTimeout):
                 planner.cut(count)
         _plan_units(planner, list(self.shapes.values()), self.space.row.devices)
         costs = {
@@ -142,7 +142,7 @@ class _UnitPlanner:
             return False
         try:
             costs = unit_costs(self.cut(microbatches), shape, self.request.backend, self.request.until)
-        except (ConflictError, MicrobatchError, StageError, FormulatingLate):  # others can be planned, or are
+        except (ConflictError, MicrobatchError, StageError, FormulationTimeout):  # others can be planned, or are
             return False
         if costs is not None:
             found[microbatches] = costs
@@ -158,7 +158,7 @@ class _UnitPlanner:
             found = with_loops(
                 self.cut(microbatches), shape, self.request.backend, known[microbatches], self.request.until
             )
-        except (ConflictError, FormulatingLate):
+        except (ConflictError, FormulationTimeout):
             return is_new
         is_new |= found.loop_bytes > 0
         known[microbatches] = found
@@ -171,7 +171,7 @@ class _UnitPlanner:
         how = self.cut(microbatches), shape, self.request.backend, fast, stages, in_flight, self.request.until
         try:
             leaner = lean_unit_costs(*how)
-        except FormulatingLate:
+        except FormulationTimeout:
             return False
         if leaner is None or leaner is fast:
             return False

@@ -129,7 +129,7 @@ def unit_costs(units: UnitCut, shape: SubMeshShape, backend: Backend, until: flo
         until: when planning ends, as `time.monotonic` has it.
 
     Raises:
-        FormulatingLate: it is that late.
+        FormulationTimeout: it is that late.
     """
     where = SubMeshModel(shape.mesh, shape.topology, backend, math.inf, until)
     return _of_units(units, lambda stage: units.cut.cost(stage, where, in_flight=1.0, **_EFFORT))
@@ -141,7 +141,7 @@ def with_loops(
     """The same costs with what a stage of two units is found to work in beside what one of them does.
 
     Raises:
-        FormulatingLate: planning has to end, as for `unit_costs`.
+        FormulationTimeout: planning has to end, as for `unit_costs`.
     """
     if units.pair is None:
         return costs
@@ -170,7 +170,7 @@ def lean_unit_costs(
     and what it works in once. One that does not fit takes about the least that it can.
 
     Raises:
-        FormulatingLate: planning has to end, as for `unit_costs`.
+        FormulationTimeout: planning has to end, as for `unit_costs`.
     """
     fixed, left, working = (fast.values[FIELDS.index(name)] for name in FIELDS[-3:])
     held = fixed + in_flight * left

@@ -20,7 +20,7 @@ from autoshard.stage_search.chunks import ChunkProblem
 _MOST_CUTS = 4  # that move together: a layer goes to a virtual stage so many further at most
 
 
-def within_memory(
+def fitted_to_memory(
     problem: ChunkProblem, stages: Sequence[ChosenStage], in_flight: Sequence[NDArray[np.int64]]
 ) -> tuple[ChosenStage, ...]:
     """Stages on the same devices, on tables and with layers that fit as far as such are found.
@@ -30,7 +30,7 @@ def within_memory(
     """
     found = tuple(stages)
     for device in range(len(in_flight)):
-        found = _on_leaner_tables(problem, found, device, in_flight[device])
+        found = _stages_on_leaner_tables(problem, found, device, in_flight[device])
     lacking = [_lacking(problem, found, device, states) for device, states in enumerate(in_flight)]
     while any(lacking):
         for cuts in range(1, _MOST_CUTS + 1):
@@ -69,12 +69,12 @@ def _moves(
             continue
         found, changed = (*stages[:at], *moved, *stages[at + cuts + 1 :]), list(lacking)
         for device in homes:
-            found = _on_leaner_tables(problem, found, device, in_flight[device])
+            found = _stages_on_leaner_tables(problem, found, device, in_flight[device])
             changed[device] = _lacking(problem, found, device, in_flight[device])
         yield changed, found
 
 
-def _on_leaner_tables(
+def _stages_on_leaner_tables(
     problem: ChunkProblem, stages: tuple[ChosenStage, ...], device: int, states: NDArray[np.int64]
 ) -> tuple[ChosenStage, ...]:
     """The stages, those of one device switched until it has room or no switch saves anything."""

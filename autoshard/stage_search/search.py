@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from autoshard.stage_search.chains import BestFirst, ChainProblem, Chains
 from autoshard.stage_search.choices import ChosenStage, PipelineChoice, SimulatedChoice, StageSearchResult
 from autoshard.stage_search.chunks import ChunkProblem, balanced, mean_bound
-from autoshard.stage_search.fit_memory import within_memory
+from autoshard.stage_search.fit_memory import fitted_to_memory
 from autoshard.stage_search.layer_capacity import RoomForLayers
 from autoshard.stage_search.local_moves import polished
 from autoshard.stage_search.simulating import (
@@ -160,7 +160,7 @@ class ChunkPipelines(PipelineKind):
             if self._room is not None and not self._room.is_enough():
                 self.bound = math.inf
             stages = balanced(self._problem) if self.bound < below else None
-            fitting = None if stages is None else within_memory(self._problem, stages, self._in_flight)
+            fitting = None if stages is None else fitted_to_memory(self._problem, stages, self._in_flight)
             self._memory.firsts[key] = tables, self.bound, fitting
         _, known, stages = self._memory.firsts[key]
         self.bound = max(self.bound, known)

@@ -16,7 +16,7 @@ from autoshard.microbatches.loop import MicrobatchedStep
 from autoshard.microbatches.microbatch import Microbatch
 from autoshard.microbatches.relations import BatchRows, Invariant, PartialResult
 from autoshard.microbatches.rows import MicrobatchPlace, taken
-from autoshard.stages.placement.after_loop import AfterLoop
+from autoshard.stages.placement.post_loop import PostLoopPlacement
 from autoshard.stages.programs import MICROBATCH, Key, StageProgram
 from autoshard.stages.roles import PipelineRoles, variables
 
@@ -69,7 +69,7 @@ class Builder:
                 found.add(i)
         return frozenset(found)
 
-    def outside_behind(self, wanted: Iterable[Var]) -> list[Var]:
+    def sources_before_loop(self, wanted: Iterable[Var]) -> list[Var]:
         """The arguments, pieces and constants that values known before the loop are made of."""
         todo, seen = list(wanted), dict[Var, None]()
         while todo:
@@ -213,7 +213,7 @@ class Builder:
     # After the last microbatch.
 
     def after_programs(
-        self, placed: AfterLoop, results: Sequence[Any], located: Mapping[Var, int]
+        self, placed: PostLoopPlacement, results: Sequence[Any], located: Mapping[Var, int]
     ) -> tuple[StageProgram, ...]:
         """The programs that make the results of the step.
 

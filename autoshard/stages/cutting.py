@@ -20,8 +20,8 @@ from autoshard.microbatches.rows import Microbatches
 from autoshard.microbatches.statistics import in_pieces
 from autoshard.program.tracing import TracedStep
 from autoshard.stages.building import Builder, VariableKeys
-from autoshard.stages.placement.after_loop import AfterLoop, after_loop
 from autoshard.stages.placement.assignment import stages_of
+from autoshard.stages.placement.post_loop import PostLoopPlacement, post_loop_placement
 from autoshard.stages.placement.recomputing import ApartStep, CutChoice
 from autoshard.stages.placement.residuals import kept_values
 from autoshard.stages.programs import ArgumentPiece, Key, StagePrograms
@@ -216,7 +216,7 @@ class _Cut:
 
     def operands(self, i: int) -> list[Var]:
         """What an equation reads of stages, through equations that every stage computes itself."""
-        return _behind_free(self.roles, self.roles.inputs(i))
+        return _made_by_stages(self.roles, self.roles.inputs(i))
 
     def equations(self, stage: int, *, backward: bool) -> list[int]:
         return [i for i, other in self.stages.items() if other == stage and (i in self.roles.backward) == backward]
@@ -321,7 +321,7 @@ class _Cut:
         """Of an argument or piece, or of what an `after` program makes."""
         return self.names.outside.get(var) or self.names.late(var)
 
-    def after(self) -> tuple[tuple[Any, ...], AfterLoop]:
+    def after(self) -> tuple[tuple[Any, ...], PostLoopPlacement]:
         step, equations = self.step, self.step.equations
         results = [part for atom in variables(self.jaxpr.outvars) for part in self.apart.joined.get(atom, (atom,))]
         loop = {*step.needs.sums, *step.needs.rows}
@@ -337,7 +337,7 @@ class _Cut:
             todo += variables(equations[i].invars)
         located = {var: self.stages[self.roles.makers[var]] for var in loop}
         located |= self.parameter_homes()
-        placed = after_loop(
+        placed = post_loop_placement(
             {i: equations[i] for i in sorted(chosen)}, located, self.carried_pairs(), self.outside, self.count - 1
         )
         return self.builder.after_programs(placed, results, located), placed
@@ -349,7 +349,7 @@ class _Cut:
         """Arguments and pieces -> the first stage whose loop programs read them."""
         found: dict[Var, int] = {}
         for i, stage in sorted(self.stages.items()):
-            for var in self.builder.outside_behind(self.roles.inputs(i)):
+            for var in self.builder.sources_before_loop(self.roles.inputs(i)):
                 is_rows = isinstance(self.step.proof.relations[var], BatchRows)
                 if not is_rows and aval_of(var).shape:
                     found[var] = min(stage, found.get(var, stage))
@@ -360,7 +360,7 @@ class _Cut:
         taken = {var for var, _ in self.carried_pairs()}
         found: dict[Key, int] = {}
         for i, stage in self.stages.items():
-            for var in self.builder.outside_behind(self.roles.inputs(i)):
+            for var in self.builder.sources_before_loop(self.roles.inputs(i)):
                 if isinstance(self.step.proof.relations[var], BatchRows) and var not in taken:
                     key = self.names.outside[var]
                     found[key] = min(stage, found.get(key, stage))
@@ -385,7 +385,7 @@ class _Cut:
         return found
 
 
-def _behind_free(roles: PipelineRoles, variables: Sequence[Var]) -> list[Var]:
+def _made_by_stages(roles: PipelineRoles, variables: Sequence[Var]) -> list[Var]:
     """Values that stages make, behind equations that every stage computes itself: free ones read no such values."""
     return [var for var in variables if var in roles.makers and roles.makers[var] not in roles.free]
 

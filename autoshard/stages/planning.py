@@ -26,7 +26,7 @@ from autoshard.stage_planning.cut_step import CutStep
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.stage_layouts import StageLayouts, in_planning_order
 from autoshard.stages.stage_tactics import StageTactics
-from autoshard.tactics import TacticLike
+from autoshard.tactics.requests import TacticLike
 from autoshard.user_plan import Plan
 
 _FREE = 2.0**60  # bytes: a limit that is none

@@ -56,7 +56,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class TakenApart:
+class UnstackedStep:
     """A step whose loops over layers are taken apart."""
 
     closed: ClosedJaxpr
@@ -71,7 +71,7 @@ class _Pieces:
     bounds: Bounds
 
 
-def taken_apart(closed: ClosedJaxpr, cuts: Mapping[int, Bounds]) -> TakenApart:
+def taken_apart(closed: ClosedJaxpr, cuts: Mapping[int, Bounds]) -> UnstackedStep:
     """The same step with some scans in pieces.
 
     Args:
@@ -79,7 +79,7 @@ def taken_apart(closed: ClosedJaxpr, cuts: Mapping[int, Bounds]) -> TakenApart:
         cuts: index of a scan -> its bounds: the first trip of every piece, and the number of trips.
     """
     if not cuts:
-        return TakenApart(closed, tuple(map(EquationOrigin, range(len(equations_of(closed.jaxpr))))), {}, {})
+        return UnstackedStep(closed, tuple(map(EquationOrigin, range(len(equations_of(closed.jaxpr))))), {}, {})
     walk = _StackWalk(closed, cuts)
     results = walk.run()
     jaxpr = closed.jaxpr.replace(eqns=walk.equations, outvars=results, debug_info=closed.jaxpr.debug_info)
@@ -92,7 +92,7 @@ def taken_apart(closed: ClosedJaxpr, cuts: Mapping[int, Bounds]) -> TakenApart:
     }
     made = {var: pieces for var, pieces in walk.pieces.items() if var not in arguments}
     joined = {walk.whole[var]: pieces.atoms for var, pieces in made.items() if var in walk.whole}
-    return TakenApart(ClosedJaxpr(jaxpr, closed.consts), tuple(walk.origins), slices, joined)
+    return UnstackedStep(ClosedJaxpr(jaxpr, closed.consts), tuple(walk.origins), slices, joined)
 
 
 class _StackWalk:

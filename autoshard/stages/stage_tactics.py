@@ -19,10 +19,9 @@ from autoshard.program import Program
 from autoshard.propagation import rules_for
 from autoshard.stages.programs import Key, StageProgram, StagePrograms
 from autoshard.stages.stage_layouts import program_of
-from autoshard.tactics import TacticLike
 from autoshard.tactics.parts import PartRoles, StepGroups, StepInterface, StepPart
-from autoshard.tactics.requests import TacticRequests
-from autoshard.tactics.restriction import tactic_requests, within
+from autoshard.tactics.requests import TacticLike, TacticRequests
+from autoshard.tactics.restriction import restricted_by, tactic_requests
 from autoshard.tactics.roles import Roles
 
 
@@ -56,7 +55,7 @@ class StageTactics:
             if (known := roles.inputs[i]) is not None and known in asked.layouts
             for layout, requested_by in [asked.layouts[known]]
         }
-        return within(formulation, roles, replace(asked, layouts=layouts), self.tactics)
+        return restricted_by(formulation, roles, replace(asked, layouts=layouts), self.tactics)
 
     def look(self, program: StageProgram) -> Any:
         """Equal for programs that are alike, if the tactics leave them the same choices."""

@@ -8,9 +8,8 @@
 planner's choices become fewer in `restriction.py`.
 """
 
-from autoshard.tactics.requests import Step, StepArgument, TacticLike, is_tactic, text_of_tactic
-from autoshard.tactics.restriction import Restricts, restricted
-from autoshard.tactics.roles import Dim, Roles, batch_dim
+from autoshard.tactics.requests import Step, StepArgument
+from autoshard.tactics.roles import Dim
 from autoshard.tactics.schemes import (
     FSDP,
     HSDP,
@@ -35,20 +34,13 @@ __all__ = [
     "ExpertParallel",
     "Megatron",
     "MiCS",
-    "Restricts",
-    "Roles",
     "SequenceParallel",
     "Step",
     "StepArgument",
     "Tactic",
-    "TacticLike",
     "ThreeDimensional",
     "TwoAndAHalf",
     "TwoDimensional",
     "Ulysses",
     "ZeRO",
-    "batch_dim",
-    "is_tactic",
-    "restricted",
-    "text_of_tactic",
 ]

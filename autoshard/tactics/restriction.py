@@ -53,7 +53,7 @@ def restricted(formulation: Formulation, tactics: Sequence[TacticLike], mesh: Ma
         MeshError: a tactic names an axis that the mesh does not have.
     """
     roles = Roles(formulation)
-    return within(formulation, roles, tactic_requests(tactics, roles, mesh), tactics)
+    return restricted_by(formulation, roles, tactic_requests(tactics, roles, mesh), tactics)
 
 
 def tactic_requests(tactics: Sequence[TacticLike], roles: Roles, mesh: Mapping[str, int]) -> TacticRequests:
@@ -64,7 +64,7 @@ def tactic_requests(tactics: Sequence[TacticLike], roles: Roles, mesh: Mapping[s
     return asked
 
 
-def within(
+def restricted_by(
     formulation: Formulation, roles: Roles | PartRoles, asked: TacticRequests, tactics: Sequence[TacticLike]
 ) -> Formulation:
     """The formulation with the choices that are left by what tactics ask for, and what plans say of them.
@@ -327,7 +327,7 @@ class _Restriction:
     def _with_copies(self, argument: int) -> list[int]:
         options, moved = self.formulation.arguments[argument], self._moved_of_argument(argument)
         value = self.formulation.program.arguments[argument]
-        if any(map(_goes_through, self.formulation.readers[value.id])):
+        if any(map(_is_sliced_per_turn, self.formulation.readers[value.id])):
             moved = _of_stacks(moved)
         homes, copies = tuple(one.home for one in options), tuple(one.copy for one in options)
         bad = np.zeros(len(options), bool)
@@ -355,7 +355,7 @@ class _Restriction:
                     for reader in readers:
                         yield from self._edge(node, leaves, reader, moved)
                     continue
-                to_shared = _of_stacks(moved) if all(map(_goes_through, readers)) else moved
+                to_shared = _of_stacks(moved) if all(map(_is_sliced_per_turn, readers)) else moved
                 yield from self._edge(node, leaves, ValueReader(shared.node, shared.layouts), to_shared)
                 for reader in readers:
                     yield from self._edge(shared.node, shared.layouts, reader, moved)
@@ -377,7 +377,7 @@ class _Restriction:
     def _edge(self, i: int, left: tuple[Layout, ...], reader: ValueReader, moved: Payload) -> Iterator[Edge]:
         if i == reader.node:
             return
-        wanted, moved = reader.wants, _of_stacks(moved) if _goes_through(reader) else moved
+        wanted, moved = reader.wants, _of_stacks(moved) if _is_sliced_per_turn(reader) else moved
         key = left, wanted, moved
         if key not in self.tables:
             bad = np.zeros((len(left), len(wanted)), bool)
@@ -391,7 +391,7 @@ class _Restriction:
             yield Edge(i, reader.node, table)
 
 
-def _goes_through(reader: ValueReader) -> bool:
+def _is_sliced_per_turn(reader: ValueReader) -> bool:
     """Whether a loop goes through what is read, a slice in each turn."""
     return reader.group is not None and reader.group.equations[0].primitive == "scan_slice"
 
@@ -419,7 +419,8 @@ def _is_forbidden(before: np.ndarray, after: np.ndarray, kinds: frozenset[str]) 
     """Where a resharding along one axis is none of these kinds."""
     moves = (before >= 0) & (after >= 0) & (before != after)
     gathers = (before >= 0) & (after < 0)
-    return (moves & ("all_to_all" not in kinds)) | (gathers & ("all_gather" not in kinds))
+    forbidden: np.ndarray = (moves & ("all_to_all" not in kinds)) | (gathers & ("all_gather" not in kinds))
+    return forbidden
 
 
 def _factor_over(strategy: Strategy, axis: str) -> int | None:

@@ -29,10 +29,10 @@ from typing import Protocol
 
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.resharding_memory import ValueReader
+from autoshard.primitives import CONTRACTIONS
 from autoshard.program import Program, Value
 
 Factor = tuple[int, int]  # (group, factor of it)
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 
 
 class Dim(enum.Flag):
@@ -146,7 +146,7 @@ class Roles:
             (slots if shared else rows).update(self._dims(group, (active & left) - weight))
         for group in self.groups:  # what a lookup picks from, as the words of an embedding
             state = _factors(use.dims for use in group.uses if use.value.id in self.of_state)
-            if group.equations[0].primitive not in _PRODUCTS and not self.of_state.issuperset(
+            if group.equations[0].primitive not in CONTRACTIONS and not self.of_state.issuperset(
                 use.value.id for use in group.uses
             ):
                 features |= self._dims(group, state & group.reduction)
@@ -154,8 +154,8 @@ class Roles:
         features -= rows | slots | batch | experts
         heads = set[Factor]()
         for group in self.groups:
-            if group.equations[0].primitive in _PRODUCTS and not self._reads_state(group) and len(group.uses) > 1:
-                heads |= self._in_all(group) & features
+            if group.equations[0].primitive in CONTRACTIONS and not self._reads_state(group) and len(group.uses) > 1:
+                heads |= self._dims_of_whole_group(group) & features
         found: dict[Factor, Dim] = {}
         kinds = (
             (batch, Dim.BATCH),
@@ -178,7 +178,7 @@ class Roles:
                     if reader.group is not None and reader.use is not None and reader.use.dims[dim]:
                         yield self.dim_of(reader.group, reader.use.dims[dim][0])
 
-    def _in_all(self, group: Group) -> set[Factor]:
+    def _dims_of_whole_group(self, group: Group) -> set[Factor]:
         """The dims of the step that all operands and results of a group have, as one factor."""
         tensors = [*(use.dims for use in group.uses), *(made.dims for made in group.outputs)]
         return self._dims(group, set.intersection(*(_factors([dims]) for dims in tensors)))
@@ -205,18 +205,18 @@ class Roles:
 
     def _work_on_activations(self, group: Group, updates: set[int]) -> GroupRole:
         if self._is_weight_product(group):
-            is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._in_all(group))
+            is_expert = any(self.dims.get(dim, Dim.OTHER) & Dim.EXPERT for dim in self._dims_of_whole_group(group))
             return GroupRole.EXPERT if is_expert else GroupRole.PRODUCT
         rows = Dim.BATCH | Dim.SEQUENCE | Dim.SLOT
         readers = [r for made in group.outputs for r in self.step.readers[made.value.id]]
         for_updates = bool(readers) and all(r.group is None or r.group.index in updates for r in readers)
         left = any(self._is_any(group, made.dims, rows) for made in group.outputs) and not for_updates
-        if group.equations[0].primitive in _PRODUCTS and len(group.uses) > 1 and left:
+        if group.equations[0].primitive in CONTRACTIONS and len(group.uses) > 1 and left:
             return GroupRole.ATTENTION
         sums_rows = any(self.role(group, factor) & rows for factor in group.reduction)
         if not sums_rows or left:
             return GroupRole.ACTIVATION
-        return GroupRole.GRADIENT if group.equations[0].primitive in _PRODUCTS else GroupRole.SUM
+        return GroupRole.GRADIENT if group.equations[0].primitive in CONTRACTIONS else GroupRole.SUM
 
     def _is_any(self, group: Group, dims: FactorDims, kinds: Dim) -> bool:
         return any(self.role(group, factor) & kinds for dim in dims for factor in dim)
@@ -229,7 +229,7 @@ class Roles:
         found = {g.index for g in self.groups if not any(self.role(g, factor) & rows for factor in g.sizes)}
         found -= {g.index for g in self.groups if self._is_weight_product(g)}
         for group in reversed(self.groups):
-            if group.index in found or group.equations[0].primitive in _PRODUCTS:
+            if group.index in found or group.equations[0].primitive in CONTRACTIONS:
                 continue
             readers = [r for made in group.outputs for r in self.step.readers[made.value.id]]
             ends = any(made.value in returned for made in group.outputs)
@@ -242,7 +242,7 @@ class Roles:
         return any(use.value.id in self.of_state for use in group.uses)
 
     def _is_weight_product(self, group: Group) -> bool:
-        is_product = group.equations[0].primitive in _PRODUCTS
+        is_product = group.equations[0].primitive in CONTRACTIONS
         active = any(use.value.id not in self.of_state for use in group.uses)
         return is_product and active and self._reads_state(group)
 

@@ -167,19 +167,20 @@ class Tactic:
         raise NotImplementedError
 
 
-class _OnEveryAxis(Tactic):
+class _UniformTactic(Tactic):
     """A scheme that says the same of each of its axes."""
 
     rule: ClassVar[tuple[AxisRule, AxisRule]]
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        """Axis -> what the scheme rests on, and what it says itself: the same of every axis."""
         return dict.fromkeys(axes, self.rule)
 
     def __init__(self, axis: str, *axes: str) -> None:
         super().__init__(axis, *axes)
 
 
-class DataParallel(_OnEveryAxis):
+class DataParallel(_UniformTactic):
     """The whole state on every device, a share of the batch on each; gradients are all_reduced.
 
     Li et al., "PyTorch Distributed", VLDB 2020.
@@ -215,10 +216,12 @@ class ZeRO(Tactic):
         return self.level, *self.axes
 
     def axes_after(self, earlier: Sequence[Tactic], mesh: Iterable[str]) -> tuple[str, ...]:
+        """The axes that it names, else those of the data parallelism before it, else `data`."""
         known = [axis for one in earlier if isinstance(one, DataParallel) for axis in one.axes]
         return self.axes or tuple(known) or (("data",) if "data" in mesh else super().axes_after(earlier, mesh))
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        """Axis -> data parallelism, and what the level splits along the axis."""
         return dict.fromkeys(axes, (_DATA, _ZERO[self.level]))
 
 
@@ -255,6 +258,7 @@ class HSDP(Tactic):
         super().__init__(shard, replica)
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        """Axis -> ZeRO of level 3 for the axis of shards, data parallelism for that of replicas."""
         shard, replica = axes
         return {shard: (_DATA, _ZERO[3]), replica: (_DATA, AxisRule())}
 
@@ -270,7 +274,7 @@ class MiCS(HSDP):
     """
 
 
-class Megatron(_OnEveryAxis):
+class Megatron(_UniformTactic):
     """Weights are split along columns or rows, activations between blocks are whole, partial sums are all_reduced.
 
     Which dims are columns follows from the program: each weight product is split along a feature, never along rows, and
@@ -284,7 +288,7 @@ class Megatron(_OnEveryAxis):
     needs = Dim.FEATURE
 
 
-class SequenceParallel(_OnEveryAxis):
+class SequenceParallel(_UniformTactic):
     """`Megatron` with the sequence split between blocks, so that norms and dropout are not computed on every device.
 
     Where rows of the step have no dim of a sequence, the batch takes its place. Korthikanti et al., "Reducing
@@ -299,7 +303,7 @@ class SequenceParallel(_OnEveryAxis):
     order = 1
 
 
-class Ulysses(_OnEveryAxis):
+class Ulysses(_UniformTactic):
     """The sequence is split, but for attention, whose heads are; weights are whole.
 
     Jacobs et al., "DeepSpeed Ulysses", 2023.
@@ -312,7 +316,7 @@ class Ulysses(_OnEveryAxis):
     needs = Dim.SEQUENCE | Dim.HEAD
 
 
-class ExpertParallel(_OnEveryAxis):
+class ExpertParallel(_UniformTactic):
     """Experts are split, all else is data parallel; all_to_alls take tokens to their experts.
 
     Lepikhin et al., "GShard", ICLR 2021.
@@ -342,6 +346,7 @@ class TwoDimensional(Tactic):
         super().__init__(rows, columns)
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        """Axis -> what the scheme says of the axis of rows and of that of columns."""
         rows, columns = axes
         return {rows: (_DATA, replace(_ROWS, apart_from=frozenset({columns}))), columns: (_COLUMNS, AxisRule())}
 
@@ -363,6 +368,7 @@ class TwoAndAHalf(Tactic):
         super().__init__(rows, columns, depth)
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        """Axis -> what the scheme says of the axes of rows, columns and depth."""
         rows, columns, depth = axes
         return {
             rows: (_DATA, replace(_ROWS, apart_from=frozenset({columns}))),
@@ -391,6 +397,7 @@ class ThreeDimensional(Tactic):
         super().__init__(rows, first, second)
 
     def rules(self, axes: Sequence[str]) -> Mapping[str, tuple[AxisRule, AxisRule]]:
+        """Axis -> what the scheme says of the axis of rows and of the other two of the cube."""
         rows, first, second = axes
         cube = replace(_CUBE, apart_from=frozenset({first, second}))
         return {rows: (_DATA, AxisRule()), first: (cube, AxisRule()), second: (cube, AxisRule())}

@@ -15,7 +15,7 @@ from autoshard.errors import ConflictError, MemoryLimitError, MicrobatchError, o
 from autoshard.options import Options
 from autoshard.program import Program
 from autoshard.solver.problem import UndecidedError
-from autoshard.solver.runtime.cutoff import CutoffReached
+from autoshard.solver.runtime.cutoff import CutoffEnd
 from autoshard.user_plan import Plan
 from autoshard.variants.variant import StepVariants, Variant
 
@@ -54,7 +54,7 @@ class Wishes:
         moves = recomputes and options.topology.host_bandwidth is not None
         return cls(mesh, options.microbatches, recomputes, memory, options.ends, moves)
 
-    def is_one(self, variants: StepVariants) -> bool:
+    def is_single(self, variants: StepVariants) -> bool:
         """Whether there is nothing to choose from."""
         return self.microbatches == 1 and not self.recomputes and not self.may_rewrite(variants, Variant())
 
@@ -96,12 +96,12 @@ def fastest_and_close(
     Its bound is that of all variants: none of those that fit is proven to be faster than that.
 
     Args:
-        planned: plans a program, and may raise `CutoffReached` once it is proven to take more than so many seconds.
+        planned: plans a program, and may raise `CutoffEnd` once it is proven to take more than so many seconds.
         enough: seconds per step: variants that are proven to take more are not wanted.
         close: the share of its seconds by which another one may be slower.
 
     Raises:
-        CutoffReached: all that fit are proven to take more than is enough.
+        CutoffEnd: all that fit are proven to take more than is enough.
         MemoryLimitError: no variant fits.
         MicrobatchError: the batch cannot be split into as many microbatches as the user wants.
         UndecidedError: none was found to fit in time.
@@ -189,7 +189,7 @@ class _VariantSearch(Generic[Planned]):
         self.bounds: list[float] = []  # s, of the variants that fit
         self.errors: list[MemoryLimitError] = []
         self.late: list[UndecidedError] = []  # of the variants of which it was not found in time whether they fit
-        self.slow: list[CutoffReached] = []  # what is proven of variants that nobody would want
+        self.slow: list[CutoffEnd] = []  # what is proven of variants that nobody would want
 
     def fastest(self) -> Planned:
         asked = self.wishes.microbatches
@@ -216,7 +216,7 @@ class _VariantSearch(Generic[Planned]):
         return proven(self.best, min(self.bounds))
 
     @staticmethod
-    def bound_of(slow: Sequence[CutoffReached]) -> float:
+    def bound_of(slow: Sequence[CutoffEnd]) -> float:
         return min((one.bound for one in slow), default=math.inf)
 
     @property
@@ -304,7 +304,7 @@ class _VariantSearch(Generic[Planned]):
             self.late.append(late)
             self.bounds.append(late.bound)
             return None
-        except CutoffReached as slow:
+        except CutoffEnd as slow:
             self.slow.append(slow)
             self.bounds.append(slow.bound)
             return slow.bound

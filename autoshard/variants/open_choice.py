@@ -26,7 +26,7 @@ from autoshard.processes.agreement import Claims, text_of_all
 from autoshard.program import Program
 from autoshard.propagation import rules_for
 from autoshard.refine import fastest_compiled, with_compiler_options
-from autoshard.solver.runtime.cutoff import CutoffReached
+from autoshard.solver.runtime.cutoff import CutoffEnd
 from autoshard.user_plan import Plan
 from autoshard.variants.choosing import LEAST_GAIN, Planned, Wishes, fastest, fastest_and_close, given_program, proven
 from autoshard.variants.variant import StepVariants, Variant
@@ -49,9 +49,9 @@ class OpenChoice(Generic[Planned]):
     group: ProcessGroup | None  # processes that share the mesh: they plan the same variants, whatever their clocks say
 
     @property
-    def is_one(self) -> bool:
+    def is_single(self) -> bool:
         """Whether nothing is open."""
-        return self._wishes().is_one(self.variants)
+        return self._wishes().is_single(self.variants)
 
     def may_be_rewritten(self, variant: Variant) -> bool:
         """Whether a variant may be planned with stacks of matrices, or with trips that devices share out."""
@@ -120,7 +120,7 @@ class OpenChoice(Generic[Planned]):
             enough = known.cost * (1 - LEAST_GAIN)
             found = self._within(target, {}, enough)
             return found if found.cost <= enough else None
-        except (CutoffReached, MemoryLimitError, SolverError):
+        except (CutoffEnd, MemoryLimitError, SolverError):
             return None
 
     def confirmed(self, error: MemoryLimitError) -> MemoryLimitError:

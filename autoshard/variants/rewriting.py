@@ -25,7 +25,7 @@ from autoshard.program.tracing import TracedStep
 from autoshard.remat.costs import seconds_again
 from autoshard.rewrites import REWRITES, Rewrite
 from autoshard.rewrites.applying import Site, forms, rewritten, sites
-from autoshard.solver.runtime.cutoff import CutoffReached
+from autoshard.solver.runtime.cutoff import CutoffEnd
 from autoshard.variants.choosing import LEAST_GAIN, Planned, proven
 from autoshard.variants.variant import StepVariants
 
@@ -140,7 +140,7 @@ class RewriteSearch(Generic[Planned]):
         Args:
             laws: names of those that are tried.
             devices: of the mesh.
-            planned: plans the variants of a step, and may raise `CutoffReached` once that is proven to take more than
+            planned: plans the variants of a step, and may raise `CutoffEnd` once that is proven to take more than
                 so many seconds. It is also told which share of the time limit it has.
             until: when nothing more is planned, as `time.monotonic` has it; infinite if no clock counts.
         """
@@ -150,7 +150,7 @@ class RewriteSearch(Generic[Planned]):
         self.share = 1 / (1 + len(self.step.sites)) if math.isinf(until) else 1.0
         self.best: Planned | None = None
         self.bounds: list[float] = []  # s, of what was planned
-        self.error: MemoryLimitError | CutoffReached | None = None  # of the step as it is written
+        self.error: MemoryLimitError | CutoffEnd | None = None  # of the step as it is written
 
     def fastest(self) -> Planned:
         """The step planned as it is predicted to be fastest: as it is written, unless rewriting it gains something.
@@ -159,7 +159,7 @@ class RewriteSearch(Generic[Planned]):
 
         Raises:
             MemoryLimitError: it fits in no way that was tried.
-            CutoffReached: nobody would want it in any way that was tried.
+            CutoffEnd: nobody would want it in any way that was tried.
         """
         self.faster(self.step)
         waiting, seen = self.ordered(self.step, frozenset()), set[Any]()
@@ -200,9 +200,9 @@ class RewriteSearch(Generic[Planned]):
         known = math.inf if self.best is None else self.best.plan.cost * (1 - LEAST_GAIN)
         try:
             found = self.planned(by_laws(self.variants, step.done, step.devices), known, self.share)
-        except (MemoryLimitError, CutoffReached) as error:
+        except (MemoryLimitError, CutoffEnd) as error:
             self.error = self.error or error
-            self.bounds += [error.bound] if isinstance(error, CutoffReached) else []
+            self.bounds += [error.bound] if isinstance(error, CutoffEnd) else []
             return False
         except MicrobatchError:  # the rewritten step needs the whole batch where the step itself did not
             if not step.done:

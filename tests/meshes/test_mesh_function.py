@@ -75,7 +75,7 @@ def test_the_oracle_finds_a_mesh_that_should_not_be_left(monkeypatch):
     def hasty(self, progress):
         real(self, progress)
         if next(calls) < 3:
-            raise cutoff.CutoffReached(0.0)
+            raise cutoff.CutoffEnd(0.0)
 
     monkeypatch.setattr(cutoff.Cutoff, "__call__", hasty)
     with pytest.raises(AssertionError):

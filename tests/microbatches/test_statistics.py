@@ -219,7 +219,7 @@ def _unscaled(self, eqn, small, operands, sound=Microbatch.statistics, **_):
 FAULTS = [  # what is wrong, and a loss by which it is seen
     (Microbatch, "statistics", _unscaled, batch_norm),
     (proof, "is_backward", lambda eqn: False, batch_norm_with_its_own_derivative),
-    (proof, "late_behind", lambda *_: set(), balance_loss),
+    (proof, "late_inputs", lambda *_: set(), balance_loss),
     (statistics, "_in_turn", _at_once, batch_norm),
 ]
 

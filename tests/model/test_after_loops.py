@@ -48,5 +48,5 @@ def test_peaks_of_loops_whose_results_are_read(name):
 
 
 def test_with_results_read_inside_the_loop_peaks_are_wrong(monkeypatch):
-    monkeypatch.setattr(grouping, "read_from", lambda *_: 0)
+    monkeypatch.setattr(grouping, "first_point_outside_loop", lambda *_: 0)
     assert not is_right(recurrences) and not is_right(until)

@@ -18,9 +18,9 @@ from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
 from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, rounded_for_loops, turns_that_read
-from autoshard.model.xla.operations import stacked_beside
-from autoshard.model.xla.rounding import widths_of
+from autoshard.model.xla.loop_memory import LoopMemory, kept_on_chip_in_loops, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import bytes_stacked_by_loop
+from autoshard.model.xla.rounding import itemsizes_of
 from autoshard.program import Program, Value, trace
 from autoshard.program.trip_counts import UNKNOWN_TURNS
 from autoshard.propagation import rules_for
@@ -380,9 +380,9 @@ def test_products_that_a_loop_adds_up(case):
 
 
 def kept(program, sums):
-    return kept_inside(
+    return kept_on_chip_in_loops(
         program,
-        widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding),
+        itemsizes_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding),
         LoopMemory(keeps_sums=sums),
     )
 
@@ -423,8 +423,8 @@ def test_an_argument_that_a_loop_reads_as_it_is_stays_in_memory(dtype, sizes):
     matrix = jax.ShapeDtypeStruct((4, 4), dtype)
     program = traced(turning(jnp.matmul), matrix, matrix)
     assert list(kept(program, sums=True).values()) == sizes
-    widths = widths_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding)
-    assert rounded_for_loops(program, widths) == {program.arguments[1].id for _ in sizes}
+    itemsizes = itemsizes_of(program, groups_of(program, rules_for(program), V5E), V5E.rounding)
+    assert rounded_for_loops(program, itemsizes) == {program.arguments[1].id for _ in sizes}
 
 
 DONE_AGAIN = [  # what reads a sine, whose compilers compute the sine once more as they read it
@@ -638,7 +638,7 @@ def test_what_is_stacked_beside():
         return lambda x, _: jax.lax.scan(inner, jnp.cos(x), ws)
 
     program = traced(lambda x, ws: jax.lax.scan(outer(ws), jnp.exp(x), length=2), X, f32(3, 4, 4))
-    beside = stacked_beside(program)
+    beside = bytes_stacked_by_loop(program)
     of = {equation.primitive: beside.get(equation.outputs[0].id) for equation in program.equations}
     assert (of["sin"], of["scan_slice"], of["cos"], of["exp"]) == (96, 96, 192, None)
     assert beside.keys().isdisjoint(x.id for x in program.results)

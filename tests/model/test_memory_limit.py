@@ -333,7 +333,7 @@ def test_what_lies_on_the_chip_does_not_count_where_the_limit_is_small():
     assert not fits(formulation.peak_bytes(solution.choice), limit)
     large = replace(formulation, problem=replace(formulation.problem, limit=1e12))
     assert large.accepted_peak(solution.choice) == formulation.peak_bytes(solution.choice)
-    assert large.accepted_in_use(solution.choice).max() > formulation.accepted_in_use(solution.choice).max()
+    assert large.accepted_bytes_in_use(solution.choice).max() > formulation.accepted_bytes_in_use(solution.choice).max()
 
 
 def first_search(monkeypatch, instead) -> None:

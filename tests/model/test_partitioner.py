@@ -189,7 +189,7 @@ def test_sums_in_pieces_of_what_is_made_whole_are_caught(monkeypatch):
     def without(product, splits, first):
         return [products._without(split, first) for split in splits]
 
-    monkeypatch.setattr(products, "_within", without)
+    monkeypatch.setattr(products, "_rest_of_splits", without)
     with pytest.raises(AssertionError):
         test_gradients_of_batches_that_one_axis_splits("both split one dim")
 

@@ -91,7 +91,7 @@ def assert_relieved(formulation: Formulation, relieved) -> float:
     freed, low = 0.0, relieved(formulation.problem, formulation.reshardings, formulation.groups, formulation.prices)
     assert low is not None
     for choice in random_choices(formulation, 20):
-        held = formulation.in_use(choice)
+        held = formulation.bytes_in_use(choice)
         assert (formulation._sum(low.lives, choice) <= held + 1).all()
         freed = max(freed, float((formulation._sum(formulation.problem.lives, choice) - held).max()))
     return freed

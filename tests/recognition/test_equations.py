@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.jaxprs import JaxprEqn, Var
-from autoshard.recognition.equations import Equations, NotAvailable
+from autoshard.recognition.equations import Equations, UnavailableValue
 
 (LIKE,) = jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns
 
@@ -55,7 +55,7 @@ def test_edits_keep_the_order_or_change_nothing(seed: int) -> None:
         is_cycle = not (leads_to(equations, set(ends)) | set(ends)).isdisjoint(operands)
         outcomes.append(is_cycle)
         if is_cycle:
-            with pytest.raises(NotAvailable):
+            with pytest.raises(UnavailableValue):
                 equations.exchange(gone, new)
             assert list(equations) == listed
         else:

@@ -18,7 +18,7 @@ from autoshard.solver.searches.exact.mini_buckets import MiniBuckets, smallest_t
 from autoshard.solver.searches.exact.pase import SETTINGS, DynamicProgramSettings, depth_first, search_by_tables
 from autoshard.solver.searches.learning.network import Network
 from autoshard.solver.searches.many_choices import ManyChoices
-from autoshard.solver.searches.nearest_allowed import NearestAllowed
+from autoshard.solver.searches.nearest_allowed import NearestProblem
 from autoshard.solver.searches.position import Position
 from autoshard.solver.searches.search_run import PartSearch, SearchRun
 from autoshard.solver.searches.table import algorithm_of
@@ -250,7 +250,7 @@ def test_a_repair_is_allowed_fits_and_keeps_what_is_allowed():
     found = 0
     for problem, _ in solvable():
         run = running(problem)
-        nearest = NearestAllowed(problem, run.rng, run.spend)
+        nearest = NearestProblem(problem, run.rng, run.spend)
         choice = [int(option) for option in run.rng.integers([len(costs) for costs in problem.costs])]
         repaired = nearest.find(choice)
         cost, peak = verify(problem, choice)

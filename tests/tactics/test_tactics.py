@@ -20,12 +20,12 @@ from autoshard.tactics import (
     Dim,
     ExpertParallel,
     Megatron,
-    Roles,
     SequenceParallel,
     TwoDimensional,
     Ulysses,
     ZeRO,
 )
+from autoshard.tactics.roles import Roles
 
 PERCEPTRON = mlp.make(layers=2, width=16, batch=16)
 MESH = AbstractMesh((2, 4), ("data", "model"))

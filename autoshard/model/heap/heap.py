@@ -13,7 +13,7 @@ from autoshard.solver.problem import Live
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RelocatedTemporaries:
     """Temporaries of one choice that take no room in the memory that arrays come from, at most program points."""
 
     lives: Sequence[Live]

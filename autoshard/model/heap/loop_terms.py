@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from autoshard.model.lifetimes import around
-from autoshard.model.memory_terms import HeldArgument, HeldBytes, of_arguments
+from autoshard.model.memory_terms import HeldArgument, HeldBytes, argument_term
 from autoshard.model.pricing.cost_tables import copies_of
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 
 
-@of_arguments
+@argument_term
 def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
     """What is rounded before loops, while these turn; a gathered copy is rounded, too, and counted as that."""
     value, arrays = argument.value, argument.prices.arrays
@@ -27,7 +27,7 @@ def rounded_copies(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield HeldBytes(argument.node, around(loops), np.where(bare, sizes, 0))
 
 
-@of_arguments
+@argument_term
 def gathered_states(argument: HeldArgument) -> Iterator[HeldBytes]:
     """What is gathered for a loop that carries it on and ends with a result: it is copied into that at the end.
 

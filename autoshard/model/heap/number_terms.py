@@ -15,11 +15,11 @@ import numpy as np
 from autoshard.layout import local_shape
 from autoshard.model.groups import Group
 from autoshard.model.lifetimes import around, use_span
-from autoshard.model.memory_terms import HeldArgument, HeldBytes, HeldOutput, of_arguments, of_outputs
+from autoshard.model.memory_terms import HeldArgument, HeldBytes, HeldOutput, argument_term, output_term
 from autoshard.primitives import facts_of
 
 
-@of_arguments
+@argument_term
 def complex_parts(argument: HeldArgument) -> Iterator[HeldBytes]:
     """The real and the imaginary part of a complex number, each a number by itself, while it is used."""
     number_bytes = argument.prices.backend.number_bytes
@@ -30,7 +30,7 @@ def complex_parts(argument: HeldArgument) -> Iterator[HeldBytes]:
         yield HeldBytes(argument.node, span, usage, may_be_on_chip=False)
 
 
-@of_outputs
+@output_term
 def split_numbers(output: HeldOutput) -> Iterator[HeldBytes]:
     """What is an array, and one element on each device, as a number: until it is last used; and any element cut out.
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autoshard.model.memory_terms import HeldBytes, HeldOutput, of_outputs, shard_bytes
+from autoshard.model.memory_terms import HeldBytes, HeldOutput, output_term, shard_bytes
 from autoshard.model.workspaces import PREPARED
 
 
-@of_outputs
+@output_term
 def prepared(output: HeldOutput) -> Iterator[HeldBytes]:
     """Words of random bits, and positions that poolings look up, from when they are ready until their group runs."""
     group = output.group

@@ -118,7 +118,7 @@ def updated_in_loops(program: Program, groups: Sequence[Group]) -> set[int]:
             taken, handed_on = equation.outputs[0].id, equation.inputs[1].id
             if handed_on != taken and handed_on in maker and maker[handed_on].fuses:
                 replaced[taken] = handed_on
-    late = _used_beside(program, groups, replaced, around_loops=False, before=_deciding(program))
+    late = _used_in_any_order(program, groups, replaced, around_loops=False, before=_deciding(program))
     return {handed_on for taken, handed_on in replaced.items() if taken not in late}
 
 
@@ -128,18 +128,20 @@ def copied_when_donated(program: Program, groups: Sequence[Group]) -> dict[int, 
     With each the group whose all_reduce would save the copy, if there is one: it makes the argument's gradient.
     """
     maker, replaced = _makers(groups), _replaced(program)
-    late = _used_beside(program, groups, {old.id: new.id for old, (_, new) in replaced.items()}, around_loops=True)
+    late = _used_in_any_order(
+        program, groups, {old.id: new.id for old, (_, new) in replaced.items()}, around_loops=True
+    )
     return {a: _gradient(maker.get(new.id), maker) for old, (a, new) in replaced.items() if old.id in late}
 
 
-def made_apart(program: Program, groups: Sequence[Group], fusion: Fusion) -> set[int]:
+def donations_not_overwritten(program: Program, groups: Sequence[Group], fusion: Fusion) -> set[int]:
     """The donated arguments whose buffer is no place to make their results in.
 
     What makes the result reads the argument, at other places than those that it writes.
     """
     maker = _makers(groups)
     pairs = ((a, old, maker.get(new.id)) for old, (a, new) in _replaced(program).items())
-    return {a for a, old, group in pairs if group and _reads_elsewhere(group, old.id, maker, fusion)}
+    return {a for a, old, group in pairs if group and _cannot_be_overwritten(group, old.id, maker, fusion)}
 
 
 def _replaced(program: Program) -> dict[Value, tuple[int, Value]]:
@@ -148,7 +150,7 @@ def _replaced(program: Program) -> dict[Value, tuple[int, Value]]:
     return {old: (a, new) for old, a, new in pairs if isinstance(new, Value) and new is not old}
 
 
-def _reads_elsewhere(group: Group, old: int, maker: Mapping[int, Group], fusion: Fusion) -> bool:
+def _cannot_be_overwritten(group: Group, old: int, maker: Mapping[int, Group], fusion: Fusion) -> bool:
     """Whether what a group writes cannot go over a value, since it reads that at other places, itself or remade."""
     remade, queue = {group.index: group}, [group]
     while queue:
@@ -182,7 +184,7 @@ def _makers(groups: Sequence[Group]) -> dict[int, Group]:
     return {made.value.id: group for group in groups for made in group.outputs}
 
 
-def _used_beside(
+def _used_in_any_order(
     program: Program,
     groups: Sequence[Group],
     replaced: Mapping[int, int],

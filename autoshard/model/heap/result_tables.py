@@ -129,7 +129,7 @@ class ResultTables:
                 arrays[operation] += self.stored[index] + self.groups[index].runs_beside
         several = sum(count > 1 for count in arrays.values())
         joining = (one for one in self.joining if one.outputs[0].value.id not in self.coordinates)
-        together = (_made_together(parts) for group in joining for parts in self._joined(group))
+        together = (_joined_by_operation(parts) for group in joining for parts in self._joined(group))
         several += len(set(itertools.chain(*together)))
         return self.backend.number_bytes * (fetched + taken_out + several + len(self.bounds)) + self.sent
 
@@ -168,7 +168,7 @@ class ResultTables:
         return found
 
 
-def _made_together(parts: Sequence[_Part]) -> Iterator[_Part]:
+def _joined_by_operation(parts: Sequence[_Part]) -> Iterator[_Part]:
     """Of each operation that makes several of these parts, how large they are, and the arrays that it goes over."""
     operations: list[tuple[tuple[int, ...], list[frozenset[int]]]] = []  # how large its parts are, what each reads
     for shape, arrays in parts:

@@ -49,7 +49,7 @@ class ArgumentHomes:
         is_constrained = tuple(
             bool(r.group and r.group.given and not alone) for r, alone in zip(readers, apart, strict=True)
         )
-        fewer = narrow_groups(readers, value, self.prices.widths)
+        fewer = narrow_groups(readers, value, self.prices.itemsizes)
         narrow = tuple(bool(fewer) and reader.group in fewer for reader in readers)
 
         def options(*wants: tuple[Layout, ...]) -> tuple[ArgumentOption, ...]:

@@ -19,7 +19,7 @@ from autoshard.layout import MeshShape
 from autoshard.model.formulation import Formulation
 from autoshard.model.memory_limit import solve_within
 from autoshard.model.option_sets.option_set import OptionSet, Partition, RowOptionSet, place_of
-from autoshard.model.pricing.formulation_deadline import FormulatingLate
+from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.program import Program
 from autoshard.solver.searches.search_run import Search
 
@@ -63,7 +63,7 @@ def in_time(mesh: MeshShape, formulated: Callable[..., Formulation], until: floa
         return formulated()
     try:
         return formulated(until=until)
-    except FormulatingLate:
+    except FormulationTimeout:
         return _as_one_axis(mesh, formulated)
 
 
@@ -76,7 +76,7 @@ def _axes_of(mesh: MeshShape) -> list[str]:
     return [axis for axis, size in mesh.items() if size > 1]
 
 
-def in_parts(
+def formulated_near_best_choice(
     mesh: MeshShape,
     formulated: Callable[..., Formulation],
     time_limit: float,
@@ -95,7 +95,7 @@ def in_parts(
     partitions = coarse_partitions(axes)
     try:
         part = formulated(offered=OptionSet(partitions), until=until)
-    except FormulatingLate:
+    except FormulationTimeout:
         return _as_one_axis(mesh, formulated)
     try:
         for _ in range(REFINEMENTS):
@@ -104,7 +104,7 @@ def in_parts(
             part = formulated(offered=near, until=until)
     except SolverError:
         pass  # whoever solves the part says what is wrong
-    except FormulatingLate:
+    except FormulationTimeout:
         part = replace(part, restrictions=(*part.restrictions, LATE_REMARK), is_late=True)
     return replace(part, least=least_seconds(part))
 

@@ -76,7 +76,7 @@ def _settled(product: PlacedProduct, splits: Sequence[Split], axes: frozenset[st
     ways = []
     for first in _matches(product, splits):
         inner = axes - _axes(first)
-        then = _settled(product, _within(product, splits, first), inner)
+        then = _settled(product, _rest_of_splits(product, splits, first), inner)
         ways.append(SettledSplit({**first, **_joined(first, then.split)}, inner))
     if ways:
         return min(ways, key=lambda way: product.placed.cost(way.split))
@@ -168,7 +168,7 @@ def _without(split: Split, settled: Split) -> Split:
     return {factor: axes for factor, axes in kept.items() if axes}
 
 
-def _within(product: PlacedProduct, splits: Sequence[Split], first: Split) -> list[Split]:
+def _rest_of_splits(product: PlacedProduct, splits: Sequence[Split], first: Split) -> list[Split]:
     """What is left of the splits in each piece of what is settled.
 
     Each device makes all of a dim of the result that is to be split over axes of a sum and over others, if no operand

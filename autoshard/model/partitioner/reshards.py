@@ -109,7 +109,7 @@ class _ProgramBuilder:
             for entering in self.program.equations[slice(*equation.loop)]:
                 if entering.loop == equation.loop:
                     for layout in self.hoisted_layouts(entering):
-                        self.before_loop(entering, layout)
+                        self.resharded_before_loop(entering, layout)
         self.places.append(len(self.equations))
         for one in as_slices(equation):
             self.add_operation(one, rule if one is equation else rule_of(one))
@@ -158,7 +158,7 @@ class _ProgramBuilder:
         made = {value.id for value in equation.outputs} if equation.primitive == "scan_const" else set()
         return sorted(layout for id_, layout in self.hoisted if id_ in made)
 
-    def before_loop(self, equation: Equation, layout: Layout) -> Value:
+    def resharded_before_loop(self, equation: Equation, layout: Layout) -> Value:
         """What enters a loop by this equation, resharded for this loop alone."""
         (entering,) = equation.inputs
         assert isinstance(entering, Value), "only arrays with a layout are hoisted"
@@ -169,7 +169,7 @@ class _ProgramBuilder:
     def enter(self, equation: Equation, rule: Rule, layout: Layout) -> None:
         """Lets what was resharded before a loop enter it, and stand for the copies that turns would make."""
         (inside,) = equation.outputs
-        copy = self.before_loop(equation, layout)
+        copy = self.resharded_before_loop(equation, layout)
         entered = self.new_value(inside, layout)
         self.copies[inside.id, layout, ()] = entered
         self.append(replace(equation, inputs=(copy,), outputs=(entered,)), rule)

@@ -47,7 +47,11 @@ def _other_split(equation: Equation, rule: Rule, placed: PlacedEquation) -> Spli
     """The same of what is no product."""
     read, made = placed.splits[: len(placed.operands)], placed.splits[len(placed.operands) :]
     if not rule.reduction:
-        split = _moved_aside(_first(made, rule), placed) if equation.primitive == "concatenate" else _first(made, rule)
+        split = (
+            _moved_to_other_dim(_first(made, rule), placed)
+            if equation.primitive == "concatenate"
+            else _first(made, rule)
+        )
         return _with_layouts(split, placed)
     if len(read) == 1:
         return _first(read, rule)
@@ -66,7 +70,7 @@ def _with_layouts(split: Split, placed: PlacedEquation) -> Split:
         kept = {**kept, fitting: left.pop(fitting)}
 
 
-def _moved_aside(split: Split, placed: PlacedEquation) -> Split:
+def _moved_to_other_dim(split: Split, placed: PlacedEquation) -> Split:
     """A split of what is joined along a dim that is to be split: another dim takes its axes meanwhile."""
     (result,) = placed.results
     found = dict(split)

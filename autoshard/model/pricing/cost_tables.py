@@ -70,7 +70,7 @@ def without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> 
     return np.where(np.less.outer(before, after), np.inf, table)
 
 
-def copies_apart(
+def narrow_copies(
     leaves: Sequence[Layout], wants: Sequence[Sequence[Layout]], reads_narrow: Sequence[bool]
 ) -> tuple[tuple[Layout, Layout], ...]:
     """How a value is left, as all others can read it, and a copy of that for those who read fewer bits."""
@@ -81,11 +81,11 @@ def copies_apart(
     return tuple((left, copy) for left in lefts for copy in copies if left != copy)
 
 
-def and_copies_apart(wants: tuple[Layout, ...], apart: Sequence[tuple[Layout, Layout]]) -> tuple[Layout, ...]:
+def and_narrow_copies(wants: tuple[Layout, ...], apart: Sequence[tuple[Layout, Layout]]) -> tuple[Layout, ...]:
     return wants + tuple(copy for _, copy in apart)
 
 
-def with_copies_apart(
+def with_narrow_copies(
     table: np.ndarray, narrow: np.ndarray, leaves: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
 ) -> np.ndarray:
     """The columns of copies apart from the second table, and only for values that are left as they say."""
@@ -94,7 +94,7 @@ def with_copies_apart(
     return np.hstack([table[:, :shared], np.where(as_left, narrow[:, shared:], np.inf)])
 
 
-def without_copies_apart(
+def without_narrow_copies(
     table: np.ndarray, wants: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
 ) -> np.ndarray:
     """Beside copies apart, this reader reads the value as it is left."""

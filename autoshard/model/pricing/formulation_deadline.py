@@ -13,7 +13,7 @@ WHOLE_SHARE = 0.6
 LEAST_SECONDS = 1.0  # that it may take even if no time is left: a small step is planned as ever
 
 
-class FormulatingLate(Exception):
+class FormulationTimeout(Exception):
     """The time for formulating is up. It is no `AutoshardError`: a smaller problem is formulated instead."""
 
 
@@ -24,23 +24,23 @@ def formulating_ends(until: float) -> float:
 
 
 def ends_at(until: float) -> Callable[[], None]:
-    """What raises `FormulatingLate` when it is called past that time, as `time.monotonic` has it.
+    """What raises `FormulationTimeout` when it is called past that time, as `time.monotonic` has it.
 
     >>> ends_at(math.inf)()
     >>> ends_at(-math.inf)()
     Traceback (most recent call last):
         ...
-    autoshard.model.pricing.formulation_deadline.FormulatingLate
+    autoshard.model.pricing.formulation_deadline.FormulationTimeout
     """
 
     def check() -> None:
         if time.monotonic() > until:
-            raise FormulatingLate
+            raise FormulationTimeout
 
-    return check if until < math.inf else never_late
+    return check if until < math.inf else no_deadline
 
 
-def never_late() -> None:
+def no_deadline() -> None:
     pass
 
 

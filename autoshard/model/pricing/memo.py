@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autoshard.layout import Layout
-from autoshard.model.pricing.formulation_deadline import ends_at, never_late
+from autoshard.model.pricing.formulation_deadline import ends_at, no_deadline
 
 T = TypeVar("T")
 
@@ -18,18 +18,18 @@ class Memo:
     """What functions returned, by their very arguments."""
 
     def __init__(self) -> None:
-        self.tick = never_late  # called before anything is made
+        self.tick = no_deadline  # called before anything is made
         self._lists: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
         self._results: dict[tuple, tuple] = {}
 
     @contextlib.contextmanager
     def ending(self, until: float) -> Iterator[None]:
-        """While it lasts, whatever is made past that time raises `FormulatingLate`."""
+        """While it lasts, whatever is made past that time raises `FormulationTimeout`."""
         self.tick = ends_at(until)
         try:
             yield
         finally:
-            self.tick = never_late
+            self.tick = no_deadline
 
     def in_time(self, items: Iterable[T]) -> tuple[T, ...]:
         """The items, each of which is made in time: there may be thousands."""

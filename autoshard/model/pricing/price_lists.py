@@ -19,11 +19,11 @@ from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import kept_inside, rounded_for_loops, turns_that_read
-from autoshard.model.xla.operations import stacked_beside
+from autoshard.model.xla.loop_memory import kept_on_chip_in_loops, rounded_for_loops, turns_that_read
+from autoshard.model.xla.operations import bytes_stacked_by_loop
 from autoshard.model.xla.products import matrix_dims
-from autoshard.model.xla.rounding import Widths, widths_of
-from autoshard.model.xla.units.chip_memory import kept_between, made_with_products, only_in_products, scaled
+from autoshard.model.xla.rounding import Itemsizes, itemsizes_of
+from autoshard.model.xla.units.chip_memory import kept_on_chip_for_readers, made_with_products, scaled, stored_nowhere
 from autoshard.model.xla.units.rows import lying_by_rows
 from autoshard.model.xla.units.scalar_unit import places_of
 from autoshard.program import Program
@@ -66,20 +66,20 @@ class PriceLists:
             rules = [rule_of(equation) if equation.primitive in ("check", "idle") else rule for equation, rule in pairs]
         groups = groups_of(program, rules, backend, mesh)
         backend = replace(backend, combining=backend.combining.counted(groups), streams=backend.streams.counted(groups))
-        widths, weights = widths_of(program, groups, backend.rounding), made_of_state(program, groups)
+        itemsizes, weights = itemsizes_of(program, groups, backend.rounding), made_of_state(program, groups)
         prices = functools.partial(
             PriceList,
             mesh,
             topology,
-            widths,
+            itemsizes,
             backend,
             weights=weights,
             entering=entering_loops(groups, weights),
-            stacked=stacked_beside(program),
-            kept=_kept(program, groups, widths, backend, math.prod(mesh.values())),
+            stacked=bytes_stacked_by_loop(program),
+            kept=_kept(program, groups, itemsizes, backend, math.prod(mesh.values())),
             products=made_with_products(groups) if backend.streams.bandwidth_share else None,
             turns=turns_that_read(program) if backend.loop_memory.fetched_share else None,
-            rounded=rounded_for_loops(program, widths),
+            rounded=rounded_for_loops(program, itemsizes),
             places=places_of(program) if backend.number_bytes else None,
             instead=read_through(groups),
             images=image_dims(program),
@@ -91,12 +91,16 @@ class PriceLists:
 
 
 def _kept(
-    program: Program, groups: Sequence[Group], widths: Widths, backend: Backend, devices: int
+    program: Program, groups: Sequence[Group], itemsizes: Itemsizes, backend: Backend, devices: int
 ) -> dict[int, int] | None:
     """What lies in a chip's own memory -> the bytes of all that lie there with it; 0 of what lies nowhere."""
     room = backend.loop_memory
     if not room.bytes:
         return None
-    between = kept_between(program, groups, backend.on_chip_bytes * devices) if backend.on_chip_bytes else {}
-    nowhere = dict.fromkeys(only_in_products(groups), 0)
-    return scaled(between, backend.on_chip_bytes, room.bytes) | nowhere | kept_inside(program, widths, room)
+    between = (
+        kept_on_chip_for_readers(program, groups, backend.on_chip_bytes * devices) if backend.on_chip_bytes else {}
+    )
+    nowhere = dict.fromkeys(stored_nowhere(groups), 0)
+    return (
+        scaled(between, backend.on_chip_bytes, room.bytes) | nowhere | kept_on_chip_in_loops(program, itemsizes, room)
+    )

@@ -33,7 +33,7 @@ from autoshard.model.xla.convolutions import TURNS, ImageDims
 from autoshard.model.xla.gathers import combined
 from autoshard.model.xla.operations import OperationCosts
 from autoshard.model.xla.overlap import Overlap
-from autoshard.model.xla.rounding import BFLOAT16_BYTES, Readers, Widths
+from autoshard.model.xla.rounding import BFLOAT16_BYTES, Itemsizes, Readers
 from autoshard.model.xla.scatters import axes_between_slices
 from autoshard.model.xla.units.scalar_unit import ValuePlaces
 from autoshard.program import Equation, Value
@@ -84,7 +84,7 @@ class PriceList:
         self,
         mesh: MeshShape,
         topology: Topology,
-        widths: Widths | None = None,
+        itemsizes: Itemsizes | None = None,
         backend: Backend = CPU,
         weights: Collection[int] = (),
         entering: Collection[int] = (),
@@ -113,7 +113,7 @@ class PriceList:
         if waits_only:
             backend = replace(backend, overlap=Overlap(), operations=OperationCosts())
         self.device = topology.computing_in_no_time() if waits_only else topology  # the rates of its own work
-        self.mesh, self.topology, self.widths = dict(mesh), topology, widths or Widths()
+        self.mesh, self.topology, self.itemsizes = dict(mesh), topology, itemsizes or Itemsizes()
         self.backend, self.offered = backend, offered
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
         self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
@@ -126,7 +126,7 @@ class PriceList:
         self.images = images or {}  # values of which convolutions decide how they lie -> batch and feature dims
         self.regions, self.waits_only, self.memo = regions, waits_only, Memo()
         self.ways = GroupStrategies(self.mesh, backend, self.memo, None if regions is None else regions.strategies)
-        self.arrays = ArraySizes(self.mesh, self.widths, backend, self.images, self.memo, matrices or {})
+        self.arrays = ArraySizes(self.mesh, self.itemsizes, backend, self.images, self.memo, matrices or {})
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {}, products or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
@@ -168,9 +168,9 @@ class PriceList:
 
         With what it takes to write it, if it is not stored otherwise. The array is shared, and not to be changed.
         """
-        size = self.widths.moving(value, readers)
+        size = self.itemsizes.moving(value, readers)
         late, ahead = value.id in self.weights, value.id in self.ahead
-        written = self.widths.stored(value) if value.id in self.instead else None
+        written = self.itemsizes.stored(value) if value.id in self.instead else None
         clearing, image_dims, turns = self._clearing(value), self.images.get(value.id), self.turns.get(value.id, 0)
         what = value.shape, size, value.on_host, late, ahead, written, image_dims, clearing, turns, value.trips
 
@@ -267,11 +267,11 @@ class PriceList:
 
     def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [math.ceil(x.elements * self.widths.summed(group.outputs[x.output].value)) for x in strategy.finishes]
+        return [math.ceil(x.elements * self.itemsizes.summed(group.outputs[x.output].value)) for x in strategy.finishes]
 
     def halo_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of each halo that a device receives, one run."""
-        return [math.ceil(halo.elements * self.widths.of(group.uses[halo.use].value)) for halo in strategy.halos]
+        return [math.ceil(halo.elements * self.itemsizes.of(group.uses[halo.use].value)) for halo in strategy.halos]
 
     def region(self, group: Group, strategy: Strategy, *, shares: bool = True) -> Region | None:
         """What devices run on their own shards, of a call of an operation or a `shard_map`; None for other groups."""
@@ -279,7 +279,7 @@ class PriceList:
             return None
         return self.regions.of(group, strategy.run, shares=shares)
 
-    def run_apart(self, group: Group, strategy: Strategy) -> GroupSeconds:
+    def unmerged_backward_seconds(self, group: Group, strategy: Strategy) -> GroupSeconds:
         """Seconds of a backward pass whose forward pass runs in another way, so that XLA merges nothing of the two."""
         region = self.region(group, strategy, shares=False)
         assert region is not None, "a call is a region"
@@ -299,14 +299,14 @@ class PriceList:
         return GroupSeconds(compute * group.trips, communication * group.trips, min(ahead, compute) * group.trips)
 
     def _of(self, value: Value, source: Layout, target: Layout, readers: Readers) -> _Moved:
-        width, late = self.widths.moving(value, readers), value.id in self.weights
-        pair = value.shape, width, source, target, late, self.images.get(value.id)
+        itemsize, late = self.itemsizes.moving(value, readers), value.id in self.weights
+        pair = value.shape, itemsize, source, target, late, self.images.get(value.id)
         return self.memo.once(lambda: self._pair(*pair), of=pair)
 
     def _pair(
         self,
         shape: tuple[int, ...],
-        width: float,
+        itemsize: float,
         source: Layout,
         target: Layout,
         late: bool,
@@ -318,14 +318,14 @@ class PriceList:
         """
         if source == target:
             return (), 0.0, 0.0
-        found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, width, source, target, self.mesh)]
+        found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, itemsize, source, target, self.mesh)]
         steps, total, behind = [], 0.0 if found else self.backend.operations.least_seconds, 0.0
         for kind, axes, size, several in combined(found, self.mesh, self.backend.gathers):
             sent, seconds, share = self._sent(kind, axes, size, late)
             if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
                 seconds += self._recopied(size)
             if image_dims is not None and kind == "all_to_all":
-                more = self._extra_copies(shape, width, image_dims, [source], [target]).item()
+                more = self._extra_copies(shape, itemsize, image_dims, [source], [target]).item()
                 seconds += self._copied(size) * more
             steps.append(ReshardingStep(sent, axes, size))
             total += seconds
@@ -335,7 +335,7 @@ class PriceList:
     def _moved(
         self,
         shape: tuple[int, ...],
-        width: float,
+        itemsize: float,
         sources: list[Layout],
         targets: list[Layout],
         late: bool,
@@ -344,12 +344,12 @@ class PriceList:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
             every = ((a, b) for a in sources for b in targets)
-            pairs = self.memo.in_time(self._pair(shape, width, a, b, late, image_dims)[1:] for a, b in every)
+            pairs = self.memo.in_time(self._pair(shape, itemsize, a, b, late, image_dims)[1:] for a, b in every)
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self.resharding_steps
         steps = moves.steps(sources, targets, self.memo.tick)
-        total = math.prod(shape) * width
+        total = math.prod(shape) * itemsize
         of_step = self._of_step.setdefault((total, late), [(0.0, 0.0, 0.0, False)])
         for kind, axes, tiles, several in itertools.islice(moves.known, len(of_step) - 1, None):
             size = math.ceil(total / tiles)
@@ -363,7 +363,7 @@ class PriceList:
             seconds = seconds + ordering * np.where(several, together, one)
         if image_dims is not None:
             cut = [self._copied(math.ceil(total / one[2])) * (one[0] == "all_to_all") for one in moves.known]
-            more = self._extra_copies(shape, width, image_dims, sources, targets)
+            more = self._extra_copies(shape, itemsize, image_dims, sources, targets)
             seconds = seconds + np.array([0.0, *cut])[steps] * more[..., np.newaxis]
         return seconds.sum(axis=-1), (seconds * shares).sum(axis=-1)
 
@@ -374,14 +374,14 @@ class PriceList:
     def _extra_copies(
         self,
         shape: tuple[int, ...],
-        width: float,
+        itemsize: float,
         image_dims: ImageDims,
         sources: Sequence[Layout],
         targets: Sequence[Layout],
     ) -> np.ndarray:
         """[source, target]: how many times more often than other values all_to_alls copy images."""
         recopies = self.backend.recopies
-        return recopies.extra_of_images(shape, width, image_dims, sources, targets, self.mesh, self.backend.tile)
+        return recopies.extra_of_images(shape, itemsize, image_dims, sources, targets, self.mesh, self.backend.tile)
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[GroupSeconds, ...]:
         found = []

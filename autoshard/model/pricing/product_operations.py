@@ -58,7 +58,7 @@ class ProductOperations:
         share = backend.convolutions.flops_share if equation.primitive == "conv_general_dilated" else 1.0
         return backend.matrix_unit.padding(group, pieces) * backend.convolutions.padding(group, pieces) / share
 
-    def seconds_beside(self, group: Group, pieces: Pieces) -> np.ndarray | float:
+    def least_product_seconds(self, group: Group, pieces: Pieces) -> np.ndarray | float:
         """What products and convolutions take at least, whatever their FLOPs; 0 of all else."""
         unit, convolutions = self.arrays.backend.matrix_unit, self.arrays.backend.convolutions
         of_images = convolutions.grouped_seconds(group, pieces), convolutions.lone_seconds(group, pieces)
@@ -88,12 +88,12 @@ class ProductOperations:
         first, backend, none = group.equations[0], self.arrays.backend, np.zeros(1)
         written, elements, packed = none, none, none
         for made, layouts in zip(group.outputs, leaves, strict=True):
-            size, width = self.arrays.sizes(made.value, layouts), self.arrays.widths.stored(made.value)
+            size, itemsize = self.arrays.sizes(made.value, layouts), self.arrays.itemsizes.stored(made.value)
             outside = self.traffic.outside(made.value, size)
             if math.isinf(self.traffic.kept_share(made.value)):
                 outside = size = size * finished
-            written, elements = written + outside, np.maximum(elements, size / width)
-            packed = packed + (width < STREAMED_BYTES) * size / width
+            written, elements = written + outside, np.maximum(elements, size / itemsize)
+            packed = packed + (itemsize < STREAMED_BYTES) * size / itemsize
         uses = list(zip(group.uses, wants, strict=True))
         made_here = [pair for pair in uses if self._is_made_here(group, pair[0])]
         read: np.ndarray | float
@@ -104,14 +104,14 @@ class ProductOperations:
             read = sum((np.where(size > backend.on_chip_bytes, size, 0.0) for size in sizes), start=none)
         else:
             read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), streaming_past=())
-            apart = ~self._are_one(group, wants)
+            apart = ~self._runs_in_product(group, wants)
             read = read + sum((self.arrays.sizes(use.value, want) * apart for use, want in made_here), start=none)
         reduced = none
         if facts_of(first.primitive).work is FlopRule.REDUCTION:
             lies_nowhere = (
                 (use.value, want) for use, want in made_here if math.isinf(self.traffic.kept_share(use.value))
             )
-            taken_in = (self.arrays.sizes(*one) / self.arrays.widths.stored(one[0]) for one in lies_nowhere)
+            taken_in = (self.arrays.sizes(*one) / self.arrays.itemsizes.stored(one[0]) for one in lies_nowhere)
             reduced = functools.reduce(np.maximum, taken_in, none)
         taken = backend.streams.seconds(
             elements,
@@ -148,7 +148,7 @@ class ProductOperations:
         work = first.primitive, self.flops(first), compute_dtype((first,)), first.params.get(TURNS)
         return group.uses.index(ended), group.feeds_no_state, *work, reads, made
 
-    def seconds_ahead(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
+    def product_lead_seconds(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
         """How long the matrix unit is at work on the product that a group ends, while others wait; per strategy.
 
         Memory reads for the product in this time. It has the layout in which the group wants it.
@@ -161,7 +161,7 @@ class ProductOperations:
             return 0.0
         pieces = self._pieces(product, wants[group.uses.index(ended)])
         ahead = np.maximum(0.0, self._multiplying_seconds(product, pieces) - self._reading_seconds(product, pieces))
-        return ahead * self._are_one(group, wants)
+        return ahead * self._runs_in_product(group, wants)
 
     def _pieces(self, product: Group, layouts: Sequence[Layout]) -> Pieces:
         """Factor of a product -> into how many pieces each of the layouts of its result splits that."""
@@ -176,18 +176,18 @@ class ProductOperations:
         first = product.equations[0]
         work = self.flops(first) / _split(product.factors_of(first), pieces) * self.padding(product, first, pieces)
         multiplied = compute_seconds(work, 0.0, compute_dtype((first,)), self.topology)
-        return np.maximum(multiplied, self.seconds_beside(product, pieces))
+        return np.maximum(multiplied, self.least_product_seconds(product, pieces))
 
     def _reading_seconds(self, product: Group, pieces: Pieces) -> np.ndarray:
         """Of memory, for the operands of a product; per layout of its result."""
 
         def read(use: Use) -> np.ndarray:
-            whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
+            whole = math.prod(use.value.shape) * self.arrays.itemsizes.stored(use.value)
             return self.traffic.outside(use.value, whole / _split(itertools.chain(*use.dims), pieces))
 
         return functools.reduce(np.add, map(read, product.uses)) / self.topology.memory_bandwidth
 
-    def _are_one(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
+    def _runs_in_product(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray:
         """Whether a group runs in the operation of the product that it ends, per strategy.
 
         It does not if a collective finishes the product. That is taken to be so of gradients that state is updated by,

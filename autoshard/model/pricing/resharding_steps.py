@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.layout import Layout, MeshShape, in_mesh_order
 from autoshard.mesh.resharding import path, path_whatever_is_whole
-from autoshard.model.pricing.formulation_deadline import never_late
+from autoshard.model.pricing.formulation_deadline import no_deadline
 from autoshard.model.xla.gathers import Gathers, combined
 
 
@@ -22,7 +22,7 @@ class ReshardingSteps:
         self._tables: dict[int, _StepTable] = {}  # by rank
 
     def steps(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], tick: Callable[[], None] = never_late
+        self, sources: Sequence[Layout], targets: Sequence[Layout], tick: Callable[[], None] = no_deadline
     ) -> np.ndarray:
         """[source, target, step]: which of `known` it is; 0 where there are fewer steps.
 

@@ -84,7 +84,7 @@ class GroupWork:
         )
         taken = [
             compute_seconds(work, through, compute_dtype(group.equations), self.topology),
-            self.products.seconds_beside(group, pieces),
+            self.products.least_product_seconds(group, pieces),
             self._vector_seconds(group, split, leaves),
         ]
         if sorting := backend.sorts.seconds(group):
@@ -98,7 +98,7 @@ class GroupWork:
             if (library := backend.libraries.get(equation.primitive)) is not None:
                 shapes = [operand.shape for operand in equation.inputs]
                 taken.append(library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))]))
-        beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.seconds_ahead(group, wants))
+        beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.product_lead_seconds(group, wants))
         least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
         least = least + self._row_copies(group, wants)
         found: list[float] = np.broadcast_to(least + beside, len(strategies)).tolist()
@@ -126,7 +126,7 @@ class GroupWork:
             value for value in values.values() if not (moves_parts or value.on_host or self.traffic.kept_share(value))
         )
         sizes = [
-            math.prod(value.shape) * self.arrays.widths.stored(value)
+            math.prod(value.shape) * self.arrays.itemsizes.stored(value)
             for value in in_memory
             if value.id not in self.traffic.instead
         ]
@@ -144,7 +144,7 @@ class GroupWork:
         least: np.ndarray | float = operations.seconds(group) + operations.vector_seconds(group, pieces)
         for equation in group.equations:
             if turn := operations.turn_seconds(equation):
-                least = least + turn * _rows_apart(equation, group, pieces)
+                least = least + turn * _row_counts(equation, group, pieces)
             if counting := operations.counting_seconds(equation):
                 least = least + counting * _dims_but_last(equation, group, pieces)
         return least
@@ -176,7 +176,7 @@ class GroupWork:
         pairs = zip(group.uses, wants, strict=True)
         array, layouts = next((use.value, want) for use, want in pairs if (use.equation, use.operand) == (first, 0))
         shapes = [local_shape(array.shape, layout, self.arrays.mesh) for layout in layouts]
-        row_dims, width = dims_of_rows(first), self.arrays.widths.stored(array)
+        row_dims, width = dims_of_rows(first), self.arrays.itemsizes.stored(array)
         copied = [copied_bytes(math.prod(shape) * width, [shape[dim] for dim in row_dims]) for shape in shapes]
         return 2 * np.array(copied) / self.topology.memory_bandwidth
 
@@ -190,7 +190,7 @@ class GroupWork:
         """Bytes that pass where images that lie otherwise outside of convolutions are copied, per layout."""
         shapes = [local_shape(value.shape, layout, self.arrays.mesh) for layout in layouts]
         elsewhere = np.array([not lies(shape, image_dims, self.arrays.backend.tile) for shape in shapes])
-        return self.traffic.through_memory(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
+        return self.traffic.memory_traffic_bytes(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
 
     def _vector_seconds(
         self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]
@@ -235,11 +235,11 @@ class GroupWork:
             read = passes * sum((size for _, size in sizes), start=np.zeros(1))
         else:
             read = self.traffic.read_bytes(zip(group.uses, wants, strict=True), streaming_past=group.read_before or ())
-        narrow = [(value, size) for value, size in sizes if self.arrays.widths.stored(value) < STREAMED_BYTES]
-        packed = sum((size / self.arrays.widths.stored(value) for value, size in narrow), start=np.zeros(1))
-        made = [size / self.arrays.widths.stored(value) for value, size in sizes]
+        narrow = [(value, size) for value, size in sizes if self.arrays.itemsizes.stored(value) < STREAMED_BYTES]
+        packed = sum((size / self.arrays.itemsizes.stored(value) for value, size in narrow), start=np.zeros(1))
+        made = [size / self.arrays.itemsizes.stored(value) for value, size in sizes]
         taken_in = [
-            self.arrays.sizes(use.value, want) / self.arrays.widths.stored(use.value)
+            self.arrays.sizes(use.value, want) / self.arrays.itemsizes.stored(use.value)
             for use, want in zip(group.uses, wants, strict=True)
         ]
         reduces = facts_of(first.primitive).work is FlopRule.REDUCTION and not group.runs_beside
@@ -264,7 +264,7 @@ class GroupWork:
         first = group.equations[0]
         if first.primitive == "scan_carry":  # what a loop works on
             return group.passes_before * self.arrays.sizes(group.outputs[0].value, leaves[0])
-        written = sum(map(self.traffic.through_memory, (made.value for made in group.outputs), leaves))
+        written = sum(map(self.traffic.memory_traffic_bytes, (made.value for made in group.outputs), leaves))
         if first.primitive in _READS_RESULT_BYTES:
             padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
             return (
@@ -316,7 +316,7 @@ def _inserted(equation: Equation) -> int | None:
     return 0 if equation.primitive == "scan_stack" else inserted_operand(equation)
 
 
-def _rows_apart(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
+def _row_counts(equation: Equation, group: Group, pieces: Mapping[int, np.ndarray]) -> np.ndarray:
     """How many rows of a gather or updates of a scatter a device has, per strategy."""
     if equation.primitive == "gather":
         rows, window = equation.outputs[0].shape, equation.params["dimension_numbers"].offset_dims

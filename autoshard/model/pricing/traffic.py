@@ -25,9 +25,9 @@ class Traffic:
     def figures(self, value: Value) -> tuple:
         """What of a value decides what the work of groups takes that read it or make it."""
         if value.id not in self._figures:
-            widths = self.arrays.widths.summed(value), self.arrays.widths.stored(value)
+            itemsizes = self.arrays.itemsizes.summed(value), self.arrays.itemsizes.stored(value)
             order = self.arrays.order(value)
-            self._figures[value.id] = value.shape, *order, value.on_host, *widths, self.kept_share(value)
+            self._figures[value.id] = value.shape, *order, value.on_host, *itemsizes, self.kept_share(value)
         return self._figures[value.id]
 
     def read_instead(self, value: Value) -> Sequence[Value]:
@@ -45,16 +45,16 @@ class Traffic:
         read: dict[int, np.ndarray] = {}
         for use, want in uses:
             local = self.arrays.sizes(use.value, want)
-            whole = math.prod(use.value.shape) * self.arrays.widths.stored(use.value)
+            whole = math.prod(use.value.shape) * self.arrays.itemsizes.stored(use.value)
             for value in self.read_instead(use.value):
                 if streaming_past is not None and value.id in streaming_past:
                     continue
-                share = math.prod(value.shape) * self.arrays.widths.stored(value) / whole if whole else 0.0
+                share = math.prod(value.shape) * self.arrays.itemsizes.stored(value) / whole if whole else 0.0
                 size = local * share if streaming_past is not None else self.outside(value, local * share)
                 read[value.id] = np.maximum(read.get(value.id, 0.0), size)
         return sum(read.values(), start=0.0)
 
-    def through_memory(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
+    def memory_traffic_bytes(self, value: Value, layouts: Sequence[Layout]) -> np.ndarray:
         """Bytes of `value` that go to memory and come from there, per layout."""
         return self.outside(value, self.arrays.sizes(value, layouts))
 

@@ -24,7 +24,7 @@ def shared_work(
     """(forward group, backward group, seconds per pair of their strategies) of work that XLA merges only in one run."""
     for j, i in forward_groups(groups, prices).items():
         pairs = zip(priced[j].strategies, priced[j].seconds, strict=True)
-        apart = np.array([prices.run_apart(groups[j], one).total - same.total for one, same in pairs])
+        apart = np.array([prices.unmerged_backward_seconds(groups[j], one).total - same.total for one, same in pairs])
         ways = [one.run for one in priced[i].strategies]
         differ = np.array([[way != one.run for one in priced[j].strategies] for way in ways])
         yield i, j, differ * np.maximum(apart, 0.0)

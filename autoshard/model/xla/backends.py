@@ -33,7 +33,7 @@ from autoshard.model.xla.tiles import Tile
 from autoshard.model.xla.units.matrix_unit import MatrixUnit
 from autoshard.model.xla.units.streams import Streams
 from autoshard.model.xla.units.vector_unit import VectorUnit
-from autoshard.primitives import primitives_where
+from autoshard.primitives import WINDOW_REDUCTIONS, primitives_where
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,6 @@ class Backend:
 _LOOPS = primitives_where(lambda facts: facts.is_loop)
 _SLICES = primitives_where(lambda facts: facts.slices)
 SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
-_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
 _MOVED = _SLICES | {"concatenate", "dynamic_slice", "pad"}
 _IN_PLACE = primitives_where(lambda facts: facts.overwrites) | {"random_unwrap", "random_wrap"}
 _SUMMED_IN_PARTS = frozenset({"bfloat16", "complex64", "float32"})  # numbers that TPUs reduce_scatter
@@ -117,7 +116,7 @@ H100 = Backend(
     usable=0.7,
     combining=Combining(kinds=frozenset(_KINDS_BEHIND_COMPUTE), below_bytes=30 * 2**20),
     fusion=Fusion(
-        takes_in=_LOOPS | SCATTERS | _WINDOWS | {"gather", "sort"},
+        takes_in=_LOOPS | SCATTERS | WINDOW_REDUCTIONS | {"gather", "sort"},
         taken_in=_SLICES | {"concatenate", "gather", "pad"},
         stores_scattered=True,
         reduces_apart_from=32,

@@ -134,7 +134,7 @@ def recomputation(
         steps.update((made.value.id, count * repeated[-1]) for made in group.outputs)
         sunk.append(repeated[-1] and any(user.equations[0].primitive == "scan_const" for user in read))
     softmaxes = backend.fusion.stores_softmaxes
-    lying = _in_softmaxes(groups, users, repeated, points) if softmaxes else [None] * len(groups)
+    lying = _ends_of_softmaxes(groups, users, repeated, points) if softmaxes else [None] * len(groups)
     return DuplicatedProducers(folded, repeated, lying, sunk, rows.inside)
 
 
@@ -195,7 +195,7 @@ def _ones(program: Program) -> set[int]:
     for equation in program.equations:
         facts = facts_of(equation.primitive)
         repeats = (facts.relabels and equation.primitive != "iota") or equation.primitive == "convert_element_type"
-        if repeats and all(_is_one(value, found) for value in equation.inputs):
+        if repeats and all(_is_constant_one(value, found) for value in equation.inputs):
             found.update(made.id for made in equation.outputs)
     return found
 
@@ -212,7 +212,7 @@ def _of_arguments(groups: Sequence[Group]) -> set[int]:
     return found
 
 
-def _is_one(value: Value | np.ndarray, ones: Container[int]) -> bool:
+def _is_constant_one(value: Value | np.ndarray, ones: Container[int]) -> bool:
     if isinstance(value, Value):
         return value.id in ones
     is_number = value.shape == () and value.dtype.names is None  # derivatives by integers are of a dtype without values
@@ -227,8 +227,8 @@ def _is_idle(group: Group, users: Sequence[Group], ones: Container[int], backend
     value: Value | np.ndarray = group.outputs[0].value
     while isinstance(value, Value) and value.id in makers:
         equation = makers[value.id]
-        if equation.primitive == "mul" and any(_is_one(x, ones) for x in equation.inputs):
-            wide = [x for x in equation.inputs if not _is_one(x, ones)]
+        if equation.primitive == "mul" and any(_is_constant_one(x, ones) for x in equation.inputs):
+            wide = [x for x in equation.inputs if not _is_constant_one(x, ones)]
             if len(wide) != 1 or wide[0].shape != value.shape:
                 return False
             value = wide[0]
@@ -369,7 +369,7 @@ def _makes_keys_of_many(equation: Equation) -> bool:
     return equation.primitive in _MAKES_KEYS and math.prod(equation.inputs[0].shape) > 1
 
 
-def _in_softmaxes(
+def _ends_of_softmaxes(
     groups: Sequence[Group],
     users: Sequence[Sequence[Group]],
     repeated: Sequence[bool],
@@ -404,7 +404,7 @@ def _in_softmaxes(
             if softmax is not None:
                 lying[group.index] = 0
                 for one in users[softmax.index]:
-                    if repeated[one.index] and lying[one.index] is None and _waits_for(one, group, users):
+                    if repeated[one.index] and lying[one.index] is None and _feeds_products_first(one, group, users):
                         lying[one.index] = points[group.index] + 1
     return lying
 
@@ -415,7 +415,7 @@ def _products(group: Group, users: Sequence[Sequence[Group]], least: int = 1) ->
     return list(found.values()) if len(found) >= least else []
 
 
-def _waits_for(group: Group, gradient: Group, users: Sequence[Sequence[Group]]) -> bool:
+def _feeds_products_first(group: Group, gradient: Group, users: Sequence[Sequence[Group]]) -> bool:
     """Whether products read what a group makes, and nothing is made of them that a gradient is made of."""
     ahead = _products(group, users) if group is not gradient and group.fuses else []
     seen = {one.index for one in ahead}

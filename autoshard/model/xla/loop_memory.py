@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.model.equations import is_matrix_product
-from autoshard.model.xla.rounding import Widths, bare_width
+from autoshard.model.xla.rounding import Itemsizes, unrounded_itemsize
 from autoshard.model.xla.sums import read_once, sums_in_loops
 from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
@@ -42,7 +42,7 @@ class LoopMemory:
         return np.where(sizes > self.bytes, sizes, np.maximum(0.0, sizes - self.bytes * share))
 
 
-def kept_inside(program: Program, widths: Widths, room: LoopMemory) -> dict[int, int]:
+def kept_on_chip_in_loops(program: Program, itemsizes: Itemsizes, room: LoopMemory) -> dict[int, int]:
     """What can stay in the chip while a loop turns -> bytes of all that can in its loop.
 
     That is what its matrix products read in every turn, a recurrent net's weights, and matrix products that it only
@@ -51,7 +51,7 @@ def kept_inside(program: Program, widths: Widths, room: LoopMemory) -> dict[int,
 
     Args:
         program: the traced step.
-        widths: what is rounded.
+        itemsizes: what is rounded.
         room: what is kept, and how much.
     """
     found: dict[tuple[int, int], tuple[set[int], dict[int, int]]] = defaultdict(lambda: (set(), {}))
@@ -60,7 +60,7 @@ def kept_inside(program: Program, widths: Widths, room: LoopMemory) -> dict[int,
         assert entering.loop is not None, "boundaries of loops know theirs"
         (outside,), (inside,) = entering.inputs, entering.outputs
         assert isinstance(outside, Value), "a number enters no loop as an array"
-        if outside.from_outside and inside.id in bare and not _is_rounded(inside, widths):
+        if outside.from_outside and inside.id in bare and not _is_rounded(inside, itemsizes):
             continue
         values, sizes = found[entering.loop]
         sizes[inside.id] = inside.bytes
@@ -102,7 +102,7 @@ def _made_in_turns(equation: Equation) -> tuple[Value, ...]:
     return () if facts_of(equation.primitive).is_boundary else equation.outputs
 
 
-def rounded_for_loops(program: Program, widths: Widths) -> set[int]:
+def rounded_for_loops(program: Program, itemsizes: Itemsizes) -> set[int]:
     """The arguments that XLA rounds before loops whose matrix products read them: whole in every turn, or a slice.
 
     Of a stack of weights the compiled program rounds all layers ahead of the loop, at once.
@@ -111,7 +111,7 @@ def rounded_for_loops(program: Program, widths: Widths) -> set[int]:
     return {
         outside.id
         for outside, inside in pairs
-        if isinstance(outside, Value) and outside.from_outside and _is_rounded(inside, widths)
+        if isinstance(outside, Value) and outside.from_outside and _is_rounded(inside, itemsizes)
     }
 
 
@@ -148,8 +148,8 @@ def _read_by_loops(program: Program, *, slices: bool) -> list[Equation]:
     return [equation for equation in entering if equation.outputs[0].id in multiplied]
 
 
-def _is_rounded(inside: Value, widths: Widths) -> bool:
-    return widths.moving(inside) < bare_width(inside)
+def _is_rounded(inside: Value, itemsizes: Itemsizes) -> bool:
+    return itemsizes.moving(inside) < unrounded_itemsize(inside)
 
 
 def _multiplied(program: Program, converted: bool = True) -> set[int]:

@@ -36,7 +36,7 @@ from autoshard.model.equations import is_matrix_product
 from autoshard.model.groups import Group, StackWriter
 from autoshard.model.xla.gpu.library_kernels import kernels_beside
 from autoshard.model.xla.products import multiplies_vector, product_sizes
-from autoshard.primitives import FlopRule, facts_of
+from autoshard.primitives import INCOMPLETE_GAMMAS, FlopRule, facts_of
 from autoshard.program import Equation, Program, Value
 
 KERNEL_SECONDS = 2e-6  # from one kernel of a GPU to the next, however little they do; 1.0 to 2.8 by kind
@@ -58,7 +58,7 @@ class OperationCosts:
             read = {made.value.id for made in group.outputs}
             extra = group.counts_turns + sum(kernels_beside(equation, read) for equation in group.equations)
         else:
-            extra += sum(map(_extra_operations, group.equations)) + _operations_ahead(group)
+            extra += sum(map(_extra_operations, group.equations)) + _operations_before_loop(group)
         inside = self.least_seconds * extra
         if group.is_normalising:
             return 0.0
@@ -173,7 +173,7 @@ def _extra_operations(equation: Equation) -> int:
 # a key, copying images, and the turns of loops that run until the last element has settled.
 _EXTRA_OPERATIONS = {
     **dict.fromkeys(("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "reduce_window_sum"), 1),
-    **dict.fromkeys(("igamma", "igamma_grad_a", "igammac"), 13),  # of loops that turn once by libtpu's count
+    **dict.fromkeys(INCOMPLETE_GAMMAS, 13),  # of loops that turn once by libtpu's count
     "regularized_incomplete_beta": 6,  # of a loop that turns once, too
     "conv_general_dilated": 2,
     "gather": 2,
@@ -223,7 +223,9 @@ def beginning(groups: Sequence[Group], repeated: Sequence[bool]) -> list[bool]:
     return found
 
 
-def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]) -> list[bool]:
+def runs_before_readers(
+    groups: Sequence[Group], users: Sequence[Sequence[Group]], repeated: Sequence[bool]
+) -> list[bool]:
     """Per group, whether readers would compute it again, but for that they repeat it along a dim: it runs before them.
 
     Args:
@@ -240,7 +242,7 @@ def running_ahead(groups: Sequence[Group], users: Sequence[Sequence[Group]], rep
     return found
 
 
-def _operations_ahead(group: Group) -> int:
+def _operations_before_loop(group: Group) -> int:
     """How many operations run before the loop of a group, on less than the loop goes over and repeats."""
     if not group.fuses or len(group.equations) == 1:
         return 0
@@ -287,7 +289,7 @@ def _computes(equation: Equation) -> bool:
     return facts_of(equation.primitive).work is not FlopRule.NONE
 
 
-def running_beside(
+def joined_operands(
     groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool], *, sums_as_made: bool = False
 ) -> list[frozenset[int] | None]:
     """Per group, what earlier ones read that run in one operation with it: all go over one array, and none waits.
@@ -317,7 +319,7 @@ def running_beside(
         if repeated[group.index]:
             stored.update((made.value.id, read) for made in group.outputs)
             continue
-        over = None if ending[group.index] else _goes_over(group)
+        over = None if ending[group.index] else _loop_extent(group)
         if over is None:
             continue
         waits_for, least = _awaited(group.index, reads)
@@ -354,7 +356,7 @@ def _kinds(group: Group) -> set[object]:
     return {made.value.dtype for made in group.outputs}
 
 
-def _goes_over(group: Group) -> tuple | None:
+def _loop_extent(group: Group) -> tuple | None:
     """What elementwise work and reductions have in common that run in one loop; None of any other group."""
     (first, *_) = group.equations
     values = [use.value for use in group.uses]
@@ -420,7 +422,7 @@ def stack_writer(
     return found
 
 
-def stacked_beside(program: Program) -> dict[int, int]:
+def bytes_stacked_by_loop(program: Program) -> dict[int, int]:
     """Values that are made in loops -> bytes of all that the innermost loop around them stacks."""
     stacks: dict[tuple[int, int], list[Equation]] = defaultdict(list)
     for equation in program.equations:

@@ -30,7 +30,7 @@ class Recopies:
     def extra_of_images(
         self,
         shape: tuple[int, ...],
-        width: float,
+        itemsize: float,
         image_dims: ImageDims,
         sources: Sequence[Layout],
         targets: Sequence[Layout],
@@ -49,7 +49,7 @@ class Recopies:
         cut = np.stack([np.minimum.outer(before[:, dim], after[:, dim]) for dim in image_dims], axis=-1)
         pieces, place = np.unique(cut.reshape(-1, 2), axis=0, return_inverse=True)
         padding = [padded_size(tuple(piece), tile) / max(1, math.prod(piece)) for piece in pieces.tolist()]
-        often = self.image_pieces * BFLOAT16_BYTES / width * np.array(padding)[place]
+        often = self.image_pieces * BFLOAT16_BYTES / itemsize * np.array(padding)[place]
         return np.maximum(0.0, often - self.pieces).reshape(len(sources), len(targets))
 
     def out_of_order(

@@ -39,10 +39,10 @@ _MOVES_ONLY = frozenset({"concatenate", "pad", "rev", "scan_const", "scan_slice"
 _DEFAULT_PRECISIONS = (None, "default", Precision.DEFAULT)
 
 
-def bare_width(value: Value | np.ndarray) -> float:
+def unrounded_itemsize(value: Value | np.ndarray) -> float:
     """Bytes per element of a value that is not rounded.
 
-    >>> bare_width(np.zeros(3)), bare_width(jnp.zeros(3, "int4"))
+    >>> unrounded_itemsize(np.zeros(3)), unrounded_itemsize(jnp.zeros(3, "int4"))
     (8, 0.5)
     """
     return PACKED_BYTES.get(dtype_name(value.dtype), value.itemsize)
@@ -50,52 +50,55 @@ def bare_width(value: Value | np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is rounded, and when."""
+    """Which values a compiler rounds, and when."""
 
-    operands: bool = False  # float32 operands of products to bfloat16, as early as it can be done
-    before_moves: bool = False  # what is only converted to a smaller type after it is moved, before that
-    widens_after_moves: bool = False  # what is converted to a larger type before it is moved, after that
+    operands: bool = False  # float32 operands of products to bfloat16, as early as possible
+    before_moves: bool = False  # a value that the program converts to a smaller type after a move: before the move
+    widens_after_moves: bool = False  # a value that the program converts to a larger type before a move: after it
     moves_as: Mapping[str, int] = field(default_factory=dict)  # types moved and summed in others -> bytes of these
     sums_as: Mapping[str, int] = field(default_factory=dict)  # types that are only summed in others -> bytes of these
 
 
 @dataclass(frozen=True)
-class Widths:
-    """Bytes per element of values in memory, and of what is resharded of them."""
+class Itemsizes:
+    """Bytes per element of values in memory, and of their resharded copies."""
 
     kept: frozenset[int] = frozenset()  # values that are stored rounded
-    moved: Mapping[int, float] = field(default_factory=dict)  # values whose resharded copies are smaller, whose ever
-    read: Mapping[tuple[int, int], float] = field(default_factory=dict)  # value, group: that group's copy, if smaller
-    shared: Mapping[int, float] = field(default_factory=dict)  # the copy for all readers, if smaller
-    fused: frozenset[int] = frozenset()  # values of which only what is made of them is stored, and that is rounded
+    moved: Mapping[int, float] = field(default_factory=dict)  # of all resharded copies of a value, if smaller
+    read: Mapping[tuple[int, int], float] = field(
+        default_factory=dict
+    )  # (value, group) -> of the copy for it, if smaller
+    shared: Mapping[int, float] = field(default_factory=dict)  # of the copy for all readers, if smaller
+    fused: frozenset[int] = frozenset()  # values of which only a rounded elementwise result is stored
     rounding: Rounding = field(default_factory=Rounding)  # the compiler's
 
     def of(self, value: Value) -> float:
-        """Bytes per element of a value as it is made, and as it is summed over devices."""
-        return BFLOAT16_BYTES if value.id in self.kept else bare_width(value)
+        """Bytes per element of a value as it is made."""
+        return BFLOAT16_BYTES if value.id in self.kept else unrounded_itemsize(value)
 
     def summed(self, value: Value) -> float:
-        """Bytes per element of what is summed over devices."""
+        """Bytes per element of the partial sums of a value, as devices add them up."""
         name = dtype_name(value.dtype)
         return self.rounding.sums_as.get(name) or self.rounding.moves_as.get(name) or self.of(value)
 
     def stored(self, value: Value) -> float:
+        """Bytes per element of a value in memory."""
         return BFLOAT16_BYTES if value.id in self.fused else self.of(value)
 
     def moving(self, value: Value, readers: Readers = None) -> float:
-        """Bytes per element of a copy for these readers; by default for all."""
+        """Bytes per element of a resharded copy for these readers; by default for all."""
         if wide := self.rounding.moves_as.get(dtype_name(value.dtype)):
             return wide
-        size = self.moved.get(value.id, bare_width(value))
+        size = self.moved.get(value.id, unrounded_itemsize(value))
         if readers is None:
             return min(size, self.shared.get(value.id, size))
         return min(size, max((self.read.get((value.id, group.index), size) for group in readers), default=size))
 
 
-def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> Widths:
-    """What a compiler with this habit rounds, and what it moves before it widens it."""
+def itemsizes_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> Itemsizes:
+    """The itemsizes of a program's values under a compiler that rounds so."""
     if not (rounding.operands or rounding.before_moves or rounding.widens_after_moves):
-        return Widths(rounding=rounding)
+        return Itemsizes(rounding=rounding)
     readers: dict[int, list[Group]] = defaultdict(list)
     for group in groups:
         for use in group.uses:
@@ -116,12 +119,12 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
 
     def read(group: Group, value: Value) -> float:
         """Bytes per element of the first thing that a group makes of a value."""
-        bare = bare_width(value)
+        bare = unrounded_itemsize(value)
         if rounding.operands and dtype_name(value.dtype) == "float32" and rounds(group):
             return BFLOAT16_BYTES
         readings = [equation for equation, _ in group.reading.get(value.id, ())]
         if rounding.before_moves and readings and all(map(_converts, readings)):
-            return max(bare_width(equation.outputs[0]) for equation in readings)
+            return max(unrounded_itemsize(equation.outputs[0]) for equation in readings)
         if rounding.operands and group.equations[0].primitive in _MOVES_ONLY:
             return max((wanted.get(made.value.id, bare) for made in group.outputs), default=bare)
         return bare
@@ -129,7 +132,7 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
     def note(value: Value) -> None:
         """Notes which copies of a value are smaller."""
         sizes = {group.index: read(group, value) for group in readers[value.id]}
-        smaller = {group: size for group, size in sizes.items() if size < bare_width(value)}
+        smaller = {group: size for group, size in sizes.items() if size < unrounded_itemsize(value)}
         reading.update({(value.id, group): size for group, size in smaller.items()})
         if sizes and value.id not in results:
             wanted[value.id] = max(sizes.values())
@@ -149,8 +152,10 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
             note(made.value)
             maker = program.makers[made.value.id]
             source = maker.inputs[0] if _converts(maker) else made.value
-            if rounding.widens_after_moves and (width := bare_width(source)) < bare_width(made.value):
-                moved[made.value.id] = width
+            if rounding.widens_after_moves and (itemsize := unrounded_itemsize(source)) < unrounded_itemsize(
+                made.value
+            ):
+                moved[made.value.id] = itemsize
     for value in program.arguments:
         note(value)
     fused = {
@@ -159,9 +164,9 @@ def widths_of(program: Program, groups: Sequence[Group], rounding: Rounding) -> 
         if rounding.operands
         and group.contracts
         and group.outputs[0].value.id not in results
-        and _goes_on(group, readers[group.outputs[0].value.id], kept)
+        and _reader_is_fused(group, readers[group.outputs[0].value.id], kept)
     }
-    return Widths(frozenset(kept), moved, reading, shared, frozenset(fused), rounding)
+    return Itemsizes(frozenset(kept), moved, reading, shared, frozenset(fused), rounding)
 
 
 def _converts(equation: Equation) -> bool:
@@ -171,7 +176,7 @@ def _converts(equation: Equation) -> bool:
     return all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*equation.inputs, *equation.outputs))
 
 
-def _goes_on(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
+def _reader_is_fused(product: Group, users: Sequence[Group], kept: set[int]) -> bool:
     """Whether XLA fuses the one reader of a product into the product, and stores what the reader makes."""
     if len(users) != 1 or not users[0].fuses:
         return False

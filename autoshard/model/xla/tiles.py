@@ -121,13 +121,13 @@ def _size_with(shape: tuple[int, ...], row: int, column: int, tile: Tile, packed
     return rest * _padded(shape[row], least_rows) * _padded(shape[column], columns)
 
 
-def elements_in_word(width: float) -> int:
+def elements_in_word(itemsize: float) -> int:
     """How many elements of so many bytes lie in one word of 32 bits.
 
-    >>> [elements_in_word(width) for width in (8, 4, 2, 1, 0.5, 0.25)]
+    >>> [elements_in_word(itemsize) for itemsize in (8, 4, 2, 1, 0.5, 0.25)]
     [1, 1, 2, 4, 8, 16]
     """
-    return max(1, int(_ROW_WORD_BYTES / width))
+    return max(1, int(_ROW_WORD_BYTES / itemsize))
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -88,7 +88,8 @@ def attention(
     if query_seq_lengths is not None:
         counts = jnp.arange(query.shape[1])[None] < query_seq_lengths[:, None]
         output = output * counts[..., None, None].astype(output.dtype)
-    return output if is_batch else output[0]
+    attended: jax.Array = output if is_batch else output[0]
+    return attended
 
 
 def _of_logits(name: str, x: Any, whole: tuple[int, ...]) -> jax.Array | None:
@@ -99,11 +100,11 @@ def _of_logits(name: str, x: Any, whole: tuple[int, ...]) -> jax.Array | None:
     """
     if x is None:
         return None
-    x = jnp.asarray(x)
-    shape = (1,) * (4 - x.ndim) + x.shape
+    array = jnp.asarray(x)
+    shape = (1,) * (4 - array.ndim) + array.shape
     if len(shape) > 4 or any(size not in (1, most) for size, most in zip(shape, whole, strict=True)):
-        raise ArgumentError(f"{name} {x.shape} does not broadcast to the logits {whole}")
-    return x.reshape(shape)
+        raise ArgumentError(f"{name} {array.shape} does not broadcast to the logits {whole}")
+    return array.reshape(shape)
 
 
 def _lengths(name: str, lengths: Any, batch: int) -> jax.Array | None:

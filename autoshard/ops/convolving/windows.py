@@ -97,14 +97,16 @@ def _with_neighbours(x: Any, dim: int, before: int, after: int, axes: Axes, piec
     parts = [x]
     for distance in range(1, -(-before // size) + 1):
         count = min(size, before - (distance - 1) * size)
-        parts.insert(0, _from(x, dim, size - count, size, distance, axes, pieces))
+        parts.insert(0, _rows_from_earlier_device(x, dim, size - count, size, distance, axes, pieces))
     for distance in range(1, -(-after // size) + 1):
         count = min(size, after - (distance - 1) * size)
-        parts.append(_from(x, dim, 0, count, -distance, axes, pieces))
+        parts.append(_rows_from_earlier_device(x, dim, 0, count, -distance, axes, pieces))
     return jnp.concatenate(parts, dim) if len(parts) > 1 else x
 
 
-def _from(x: Any, dim: int, start: int, stop: int, distance: int, axes: Axes, pieces: int) -> jax.Array:
+def _rows_from_earlier_device(
+    x: Any, dim: int, start: int, stop: int, distance: int, axes: Axes, pieces: int
+) -> jax.Array:
     """Rows of the device so many places before this one; zeros if there is none."""
     rows = lax.slice_in_dim(x, start, stop, axis=dim)
     pairs = [(i, i + distance) for i in range(pieces) if 0 <= i + distance < pieces]

@@ -84,7 +84,7 @@ def _of_length(x: jax.Array, count: int) -> jax.Array:
 
 
 def _dtype(dtype: Any, *, is_real: bool) -> Any:
-    is_double = (jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 64) or dtype == jnp.complex128
+    is_double = dtype == jnp.float64 or dtype == jnp.complex128
     if is_real:
         return jnp.float64 if is_double else jnp.float32
     return jnp.complex128 if is_double else jnp.complex64

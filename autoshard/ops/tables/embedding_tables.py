@@ -193,7 +193,8 @@ def lookup_operation(tables: EmbeddingTables) -> Operation:
     def summed(split: CallSplit, parts: Any, indices: Any) -> jax.Array:
         here = own(split, parts)
         made = _by_table(of_parts(parts, here, indices), here[:, :, 0].reshape(-1), count)
-        return lax.psum(made, split.axes(ROLE))
+        total: jax.Array = lax.psum(made, split.axes(ROLE))
+        return total
 
     @looked_up.implementation(splits={ROLE: "n b"}, name="exchanged")
     def exchanged(split: CallSplit, parts: Any, indices: Any) -> jax.Array:

@@ -108,17 +108,17 @@ def _reshape(operand: Shape, result: Shape, order: tuple[int, ...]) -> Rule:
                 behind, room_in = behind * room_in, 1
                 ahead, room_out = ahead * room_out, 1
         elif behind < ahead:
-            size = _catching_up(room_in, shared, behind, ahead)
+            size = _next_factor(room_in, shared, behind, ahead)
             builder.factor(size, [(0, dim_in)], [], "need_replication")
             behind, room_in = behind * size, room_in // size
         else:
-            size = _catching_up(room_out, shared, ahead, behind)
+            size = _next_factor(room_out, shared, ahead, behind)
             builder.factor(size, [], [(0, dim_out)], "need_replication")
             ahead, room_out = ahead * size, room_out // size
     return builder.build()
 
 
-def _catching_up(room: int, shared: int, product: int, other: int) -> int:
+def _next_factor(room: int, shared: int, product: int, other: int) -> int:
     """The next factor of the side with the smaller product: what makes them meet, else what keeps `shared`."""
     if other % product == 0 and room % (other // product) == 0:
         return other // product

@@ -24,7 +24,7 @@ from autoshard.ops.dispatching import RowFunction, RowRole, routed_operation
 from autoshard.ops.ragged_dot import ragged_operation
 from autoshard.recognition.bodies import BodyTree, values_needed
 from autoshard.recognition.editing import Editor
-from autoshard.recognition.equations import NotAvailable
+from autoshard.recognition.equations import UnavailableValue
 from autoshard.recognition.experts.regions import RAGGED, ExitKind, RowExit, RowRegions
 from autoshard.recognition.experts.sortings import Sorting, sortings
 
@@ -62,7 +62,7 @@ def _put_in_if_possible(editor: Editor, sorting: Sorting, devices: int) -> list[
     """None where the rows of one sorting cannot become operations; then the editor is to be thrown away."""
     try:
         return _put_in(editor, sorting, devices)
-    except NotAvailable:
+    except UnavailableValue:
         return None
 
 
@@ -70,8 +70,8 @@ def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_ExpertCall]
     """The operations in the place of what is made of the rows of one sorting; [] where it is not worth it.
 
     Raises:
-        NotAvailable: something else reads these rows, in the order in which they are sorted, or they are made of, or
-            go to, arrays of other sizes.
+        UnavailableValue: something else reads the sorted rows, or arrays of other sizes are made of these rows, or
+            these rows of such arrays.
     """
     regions = RowRegions.of(editor.tree, sorting)
     calls = list(_calls(regions))
@@ -80,7 +80,7 @@ def _put_in(editor: Editor, sorting: Sorting, devices: int) -> list[_ExpertCall]
     for call in calls:
         call.put_in(editor)
     if not values_needed(editor.tree).isdisjoint(regions.row_dims):
-        raise NotAvailable
+        raise UnavailableValue
     return calls
 
 
@@ -134,12 +134,12 @@ class Slots:
         """What numbers tables of tokens have.
 
         Raises:
-            NotAvailable: they are none of these.
+            UnavailableValue: they are none of these.
         """
         slots = np.arange(rows)
         found = {cls._of(rows, table, slots) for table in tables if not np.array_equal(table, slots)}
         if len(found) > 1:
-            raise NotAvailable
+            raise UnavailableValue
         return found.pop() if found else cls(rows, 1, True)
 
     @classmethod
@@ -151,7 +151,7 @@ class Slots:
                 return cls(tokens, each, True)
             if np.array_equal(table, slots % tokens):
                 return cls(tokens, each, False)
-        raise NotAvailable
+        raise UnavailableValue
 
     def apart(self, x: Any) -> Any:
         """``[M, ...]`` to ``[T, K, ...]``."""
@@ -186,7 +186,7 @@ class _ExpertCall:
         """The function of rows, and the arrays outside that it reads.
 
         Raises:
-            NotAvailable: an array has other elements beside those of tokens or slots.
+            UnavailableValue: an array has other elements beside those of tokens or slots.
         """
         reader = _RowReader(self.regions, self.slots)
         outputs: list[tuple[Var, RowRole]] = []
@@ -205,18 +205,18 @@ class _ExpertCall:
                 reader.need(one.rows)
                 kind = RowRole.SLOT if one.table is None else self.slots.kind(one.table)
                 if one.how is ExitKind.ADDED and not self.slots.has_all(one.eqn.outvars[0], kind):
-                    raise NotAvailable
+                    raise UnavailableValue
                 outputs.append((one.rows, kind))
         return reader.function(outputs)
 
     def put_in(self, editor: Editor) -> None:
         """
         Raises:
-            NotAvailable: an array that it reads cannot be handed here.
+            UnavailableValue: an array that it reads cannot be handed here.
         """
         function, arrays = self.function()
         if not function.has_any_rows:
-            raise NotAvailable
+            raise UnavailableValue
         operation, slots = routed_operation(function), self.slots
         (body,) = {one.body for one in self.leaving}
         outer = [self.regions.sorting.keys, *arrays]
@@ -316,17 +316,17 @@ class _RowReader:
         entry = self.regions.entries[var]
         kind = self.slots.kind(entry.table)
         if not self.slots.has_all(entry.array, kind):
-            raise NotAvailable
+            raise UnavailableValue
         self.inputs[var] = kind, entry.array
 
     def _outside(self, var: Var, kind: RowRole) -> None:
         """An array outside is read as it is.
 
         Raises:
-            NotAvailable: another equation reads it otherwise.
+            UnavailableValue: another equation reads it otherwise.
         """
         if self.inputs.setdefault(var, (kind, var))[0] is not kind:
-            raise NotAvailable
+            raise UnavailableValue
 
     def _add(self, eqn: JaxprEqn) -> None:
         self._done.add(id(eqn))

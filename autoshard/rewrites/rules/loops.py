@@ -30,12 +30,12 @@ def loop_product(graph: BodyGraph) -> Iterator[Match]:
         loop = ScanLoop.of(eqn, graph.devices)
         if loop is None or not loop.graph.products:
             continue
-        early, late = _early(loop), _late(loop)
+        early, late = _products_before_loop(loop), _products_after_loop(loop)
         if early or late:
             yield _taken_out(loop, early, late)
 
 
-def _early(loop: ScanLoop) -> list[Var]:
+def _products_before_loop(loop: ScanLoop) -> list[Var]:
     """The products that are made of slices alone, and of what is the same in all turns."""
     carried, sliced = loop.depends(loop.carried), loop.depends(loop.slices)
     found = []
@@ -47,7 +47,7 @@ def _early(loop: ScanLoop) -> list[Var]:
     return found
 
 
-def _late(loop: ScanLoop) -> list[JaxprEqn]:
+def _products_after_loop(loop: ScanLoop) -> list[JaxprEqn]:
     """Products with what is the same in all turns that go into no carry, and all that is made of them."""
     on = {id(eqn) for eqn in needed(loop.equations, loop.finals)}
     off = [eqn for eqn in loop.equations if id(eqn) not in on]

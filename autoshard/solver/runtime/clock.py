@@ -27,7 +27,7 @@ class ClockSettings:
 CLOCK = ClockSettings()
 
 
-class TimeUp(Exception):
+class SearchTimeout(Exception):
     """The time limit has passed."""
 
 
@@ -96,12 +96,12 @@ class Clock:
         return self.accepts is not None and choice is not None and not self.accepts(choice)
 
     def check(self) -> None:
-        """Raises TimeUp when time is up; later, while there is no choice."""
+        """Raises SearchTimeout when time is up; later, while there is no choice."""
         self.tick()
         grace = 0.0 if self.incumbent.best else self.grace
         is_over = self.now() - self.deadline > grace or time.monotonic() - self.latest > grace
         if is_over or self.budget.done > self.work_until:
-            raise TimeUp
+            raise SearchTimeout
 
     def count(self, iterations: float) -> None:
         if self.iterations is not None:
@@ -126,7 +126,7 @@ class Clock:
             self.work_until = min(work_until, self.budget.done + min(most_work, share * self.budget.left))
         try:
             yield
-        except TimeUp:
+        except SearchTimeout:
             if self.now() >= deadline or time.monotonic() >= self.latest or self.budget.done > work_until:
                 raise
         finally:

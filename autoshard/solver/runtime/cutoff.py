@@ -9,7 +9,7 @@ from collections.abc import Callable
 from autoshard.solver.progress import Progress
 
 
-class CutoffReached(Exception):
+class CutoffEnd(Exception):
     """No solution of a problem costs as little as what is known. It is no `AutoshardError`: nothing went wrong."""
 
     def __init__(self, bound: float):
@@ -28,7 +28,7 @@ class Cutoff:
     >>> cutoff(Progress("bounds", cost=9.0, bound=2.5, seconds=0.2))
     Traceback (most recent call last):
         ...
-    autoshard.solver.runtime.cutoff.CutoffReached: 2.5
+    autoshard.solver.runtime.cutoff.CutoffEnd: 2.5
     """
 
     def __init__(self, enough: Callable[[], float], tell: Callable[[Progress], None] | None = None):
@@ -48,4 +48,4 @@ class Cutoff:
         self._is_first &= progress.seconds >= self._seconds
         self._seconds = progress.seconds
         if self._is_first and progress.bound > self._enough():
-            raise CutoffReached(progress.bound)
+            raise CutoffEnd(progress.bound)

@@ -29,7 +29,7 @@ PRICE_RISE = 2.0  # factor of prices where memory is over the limit, from one mo
 SETTINGS = NearestSettings()
 
 
-class NearestAllowed:
+class NearestProblem:
     """The problem of staying near a choice, set up once for any number of choices."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator, spend: Callable[[float], None]):

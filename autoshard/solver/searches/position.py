@@ -14,7 +14,7 @@ import numpy as np
 
 from autoshard.solver.local_search.forest_moves import ForestState
 from autoshard.solver.problem import Problem
-from autoshard.solver.searches.nearest_allowed import NearestAllowed
+from autoshard.solver.searches.nearest_allowed import NearestProblem
 from autoshard.solver.searches.search_run import SearchRun
 from autoshard.solver.verify import ROUNDING
 
@@ -51,7 +51,7 @@ class Position(ForestState):
         self.room = 0.0 if problem.limit is None else problem.limit * (1 + ROUNDING)
         self._spans = [_span(lives) for lives in self.lives]
         self.looks = [SECONDS_PER_LOOK + SECONDS_PER_NEIGHBOUR * len(tables) for tables in self.tables]
-        self._nearest = NearestAllowed(problem, run.rng, run.spend)
+        self._nearest = NearestProblem(problem, run.rng, run.spend)
         self.start(self.choice.tolist())
 
     @cached_property

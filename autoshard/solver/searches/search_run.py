@@ -16,7 +16,7 @@ from autoshard.solver.arrays import memory_of
 from autoshard.solver.least_memory import leanest
 from autoshard.solver.problem import Problem
 from autoshard.solver.run import NoChoice, ProblemPart, SolverRun
-from autoshard.solver.runtime.clock import TimeUp
+from autoshard.solver.runtime.clock import SearchTimeout
 from autoshard.solver.verify import fits
 
 
@@ -38,7 +38,7 @@ class PatienceSettings:
 PATIENCE = PatienceSettings()
 
 
-class SearchEnded(Exception):
+class SearchEnd(Exception):
     """The best choice is proven to be optimal."""
 
 
@@ -92,8 +92,8 @@ class SearchRun:
         """Counts work, in seconds of a quiet core.
 
         Raises:
-            TimeUp: all of the time is spent.
-            SearchEnded: the best choice is proven.
+            SearchTimeout: all of the time is spent.
+            SearchEnd: the best choice is proven.
         """
         self._owed += seconds
         if self._owed < PATIENCE.quantum:
@@ -109,12 +109,12 @@ class SearchRun:
         """Verifies the best choice that was offered.
 
         Raises:
-            SearchEnded: it is proven to be optimal.
+            SearchEnd: it is proven to be optimal.
         """
         self.take()
         self._until_verified = PATIENCE.verifying_times * self._verifying
         if self.part.incumbent.is_solved:
-            raise SearchEnded
+            raise SearchEnd
 
     def take(self) -> None:
         """Hands the best choice that was offered to the incumbent."""
@@ -159,7 +159,7 @@ class PartSearch:
             raise NoChoice
         searching = SearchRun(part, run)
         run.clock.grace = 0.0  # a part without a choice gets one below
-        with run.report.during(self.name), contextlib.suppress(SearchEnded, TimeUp):
+        with run.report.during(self.name), contextlib.suppress(SearchEnd, SearchTimeout):
             try:
                 with run.clock.hurry(part.options / part.options_left):
                     self.search(part.problem, searching)
@@ -177,7 +177,7 @@ def _offer_leanest(part: ProblemPart, run: SolverRun) -> None:
         NoChoice: that does not fit either.
     """
     run.clock.extend()
-    with contextlib.suppress(TimeUp):
+    with contextlib.suppress(SearchTimeout):
         found = leanest(part.problem, run)
         part.incumbent.offer(found.choice)
         if not fits(found.bound, part.problem.limit):

@@ -24,7 +24,7 @@ from autoshard.remat.recomputation import slopes
 from autoshard.remat.same_structure import is_alike
 from autoshard.remat.scope import Block, Scope
 from autoshard.stages.programs import BlockCut, RecomputedBlocks
-from autoshard.stages.stacks import EquationOrigin, Slice, TakenApart
+from autoshard.stages.stacks import EquationOrigin, Slice, UnstackedStep
 
 # Values of a block of which all choices are made: that takes as many minimum cuts as the square of them. A layer of
 # a Llama has 100. Of larger blocks, as of layers that are not told apart, the one that is best at a price is found.
@@ -174,7 +174,7 @@ def _may_keep(forward: ForwardPass, cut: BlockCut) -> bool:
 class LeanTraces:
     """A step taken apart, with values computed again."""
 
-    whole: TakenApart
+    whole: UnstackedStep
     part: ClosedJaxpr  # of one microbatch
     summary: RecomputedBlocks
 
@@ -183,7 +183,7 @@ class LeanTraces:
 class ApartStep:
     """A step taken apart at the boundaries of its stages."""
 
-    whole: TakenApart
+    whole: UnstackedStep
     part: ClosedJaxpr
     boundaries: Sequence[EquationOrigin]
     topology: Topology  # by which running again is priced
@@ -274,7 +274,7 @@ class ApartStep:
         summary = RecomputedBlocks(tuple(cuts), tuple(seconds))
         return LeanTraces(self._apart(closed, watched), with_live_equations(part), summary)
 
-    def _apart(self, closed: ClosedJaxpr, watched: Mapping[int, Any]) -> TakenApart:
+    def _apart(self, closed: ClosedJaxpr, watched: Mapping[int, Any]) -> UnstackedStep:
         """The rewritten step, with all that is known of its variables."""
         before = self.whole.closed.jaxpr
         now: dict[Any, Any] = dict(zip(before.invars, closed.jaxpr.invars, strict=True))
@@ -303,7 +303,7 @@ class ApartStep:
             for var, atoms in self.whole.joined.items()
             if now.get(var) in made
         }
-        return TakenApart(closed, tuple(origins), slices, joined)
+        return UnstackedStep(closed, tuple(origins), slices, joined)
 
 
 def _place(origin: EquationOrigin) -> tuple[int, int]:

@@ -170,7 +170,7 @@ class StagesPlanner:
     def _of_question(self, question: ArgumentQuestion, program: StageProgram) -> list[str]:
         """Who reads it and how, and which axes do not divide it."""
         try:
-            found = [f"In {program.name}, {one}" for one in question.of_readers()]
+            found = [f"In {program.name}, {one}" for one in question.reader_reasons()]
         except SolverError:  # the plan's choice is none of the program alone
             found = []
         return [*found, *question.indivisible()]

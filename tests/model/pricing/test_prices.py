@@ -22,9 +22,9 @@ from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import LoopMemory, kept_inside, turns_that_read
+from autoshard.model.xla.loop_memory import LoopMemory, kept_on_chip_in_loops, turns_that_read
 from autoshard.model.xla.products import VectorProducts
-from autoshard.model.xla.rounding import Widths, widths_of
+from autoshard.model.xla.rounding import Itemsizes, itemsizes_of
 from autoshard.model.xla.units.streams import Streams
 from autoshard.program import Value
 from autoshard.propagation import rules_for
@@ -430,7 +430,7 @@ def test_what_a_loop_adds_up_stays_in_the_chip(count, room, through):
         {},
         fast,
         backend=replace(adjusted(V5E, "loop_memory", bytes=room), streams=Streams()),  # memory alone
-        kept=kept_inside(program, Widths(), LoopMemory(keeps_sums=True)),
+        kept=kept_on_chip_in_loops(program, Itemsizes(), LoopMemory(keeps_sums=True)),
     )
     seconds = {
         group.equations[0].primitive: asked.group(group).seconds[0].compute
@@ -448,15 +448,15 @@ def test_what_a_loop_only_reads_stays_in_the_chip(room, through, view):
     recurrent = lambda h, w: lax.scan(lambda h, _: (h @ view(w), None), h, length=3)[0]  # noqa: E731
     program = traced(recurrent, f32(8, 128), f32(128, 128))
     groups = groups_of(program, rules_for(program), V5E)
-    widths = widths_of(program, groups, V5E.rounding)
+    itemsizes = itemsizes_of(program, groups, V5E.rounding)
     fast = replace(TOPOLOGY, flops={"float32": 1e18})
     backend = adjusted(V5E, "loop_memory", bytes=room)
     asked = PriceList(
         {},
         fast,
-        widths,
+        itemsizes,
         backend,
-        kept=kept_inside(program, widths, LoopMemory(keeps_sums=True)),
+        kept=kept_on_chip_in_loops(program, itemsizes, LoopMemory(keeps_sums=True)),
         instead=read_through(groups),
     )
     (product,) = (group for group in groups if group.contracts)
@@ -655,8 +655,8 @@ def test_groups_that_differ_do_not_share(case):
 @pytest.mark.parametrize("field", ["kept", "fused"])
 def test_groups_that_are_rounded_do_not_share(field):
     (group,) = grouped(jnp.matmul, *[f32(4, 4)] * 2)
-    rounded = Widths(**{field: frozenset([group.outputs[0].value.id])})
-    assert prices(widths=rounded)._signature(group) != prices()._signature(group)
+    rounded = Itemsizes(**{field: frozenset([group.outputs[0].value.id])})
+    assert prices(itemsizes=rounded)._signature(group) != prices()._signature(group)
 
 
 def test_groups_whose_operands_lie_otherwise_do_not_share():

@@ -175,7 +175,7 @@ def seconds_of_stored(dtype, reduction, dim):
 def test_a_loop_sums_up_what_it_stores(monkeypatch, dtype, reduction, dim):
     measured = STORED[dtype, reduction, dim] / V5E.streams.clock
     assert 0.8 < seconds_of_stored(dtype, reduction, dim) / measured < 1.25
-    monkeypatch.setattr(grouping, "running_beside", lambda *args, **_: operations.running_beside(*args))
+    monkeypatch.setattr(grouping, "joined_operands", lambda *args, **_: operations.joined_operands(*args))
     assert seconds_of_stored(dtype, reduction, dim) > 2 * measured
 
 

@@ -95,7 +95,7 @@ def nothing(*_):
 FAULTS = [  # what is left out, and a product that is off without it
     ("stream_seconds", "scores"),
     ("stream_seconds", "a sum"),
-    ("seconds_ahead", "a residual of many terms"),
+    ("product_lead_seconds", "a residual of many terms"),
 ]
 
 
@@ -127,5 +127,5 @@ def test_updates_wait_for_their_gradients(monkeypatch):
         return placed.predicted.compute_seconds / taken
 
     assert 1 / WITHIN <= ratio() <= WITHIN
-    monkeypatch.setattr(ProductOperations, "_are_one", lambda *_: np.ones(1, bool))
+    monkeypatch.setattr(ProductOperations, "_runs_in_product", lambda *_: np.ones(1, bool))
     assert ratio() < 1 / WITHIN

@@ -9,7 +9,7 @@ from programs import f32, traced
 from autoshard.model.grouping import groups_of
 from autoshard.model.xla import rounding as module
 from autoshard.model.xla.backends import CPU, H100, V5E
-from autoshard.model.xla.rounding import Widths, widths_of
+from autoshard.model.xla.rounding import Itemsizes, itemsizes_of
 from autoshard.program import Program
 from autoshard.propagation import rules_for
 
@@ -18,15 +18,15 @@ X, W, V = f32(8, 4), f32(4, 6), f32(6, 4)
 
 def rounded(program: Program, backend=V5E) -> dict[str, str]:
     """What is said of each value of which something is: arguments by name, others by what makes them."""
-    widths = widths_of(program, groups_of(program, rules_for(program), backend), backend.rounding)
+    itemsizes = itemsizes_of(program, groups_of(program, rules_for(program), backend), backend.rounding)
     names = {value.id: value.name for value in program.arguments}
     names |= {output.id: equation.primitive for equation in program.equations for output in equation.outputs}
     found = {}
     for id, name in names.items():
         value = program.values[id]
-        smaller = {"kept": widths.of(value), "moved": widths.moving(value), "fused": widths.stored(value)}
+        smaller = {"kept": itemsizes.of(value), "moved": itemsizes.moving(value), "fused": itemsizes.stored(value)}
         said = [word for word, size in smaller.items() if size < value.itemsize]
-        if "moved" not in said and any(of == id for of, _ in widths.read):
+        if "moved" not in said and any(of == id for of, _ in itemsizes.read):
             said.append("moved for some")
         if "kept" in said:  # and so also stored rounded
             said.remove("fused")
@@ -125,32 +125,36 @@ def test_a_copy_for_some_readers():
     """What a product and a sum read is moved rounded for the product alone."""
     program = traced(lambda x, w: (lambda h: (h @ w, h.sum(0)))(jnp.sin(x)), X, W)
     groups = groups_of(program, rules_for(program), V5E)
-    widths = widths_of(program, groups, V5E.rounding)
+    itemsizes = itemsizes_of(program, groups, V5E.rounding)
     (sine,) = program.equations[0].outputs
     product, total = (group for group in groups if any(use.value is sine for use in group.uses))
-    assert (widths.moving(sine, [product]), widths.moving(sine, [product, total]), widths.moving(sine)) == (2, 4, 4)
+    assert (itemsizes.moving(sine, [product]), itemsizes.moving(sine, [product, total]), itemsizes.moving(sine)) == (
+        2,
+        4,
+        4,
+    )
 
 
 @pytest.mark.parametrize("backend", [CPU, H100])
 def test_others_round_nothing(backend):
     program = traced(forward, X, W, V)
     assert rounded(program, backend) == {} != rounded(program)
-    found = widths_of(program, groups_of(program, rules_for(program), backend), backend.rounding)
-    assert found == Widths(rounding=backend.rounding)
+    found = itemsizes_of(program, groups_of(program, rules_for(program), backend), backend.rounding)
+    assert found == Itemsizes(rounding=backend.rounding)
 
 
 def test_bytes_per_element():
     value = traced(forward, X, W, V).arguments[0]
     said = frozenset([value.id])
     smaller = {value.id: 2}
-    for widths, made, stored, moving in (
-        (Widths(), 4, 4, 4),
-        (Widths(kept=said, moved=smaller), 2, 2, 2),
-        (Widths(moved=smaller), 4, 4, 2),
-        (Widths(shared=smaller), 4, 4, 2),
-        (Widths(fused=said), 4, 2, 4),  # summed over devices as it is made
+    for itemsizes, made, stored, moving in (
+        (Itemsizes(), 4, 4, 4),
+        (Itemsizes(kept=said, moved=smaller), 2, 2, 2),
+        (Itemsizes(moved=smaller), 4, 4, 2),
+        (Itemsizes(shared=smaller), 4, 4, 2),
+        (Itemsizes(fused=said), 4, 2, 4),  # summed over devices as it is made
     ):
-        assert (widths.of(value), widths.stored(value), widths.moving(value)) == (made, stored, moving)
+        assert (itemsizes.of(value), itemsizes.stored(value), itemsizes.moving(value)) == (made, stored, moving)
 
 
 def test_products_that_round_nothing_are_caught(monkeypatch):

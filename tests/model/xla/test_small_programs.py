@@ -79,16 +79,16 @@ def without(**fields):
 
 
 def rounds_no_stacks(patch):
-    patch.setattr(price_lists, "rounded_for_loops", lambda program, widths: set())
+    patch.setattr(price_lists, "rounded_for_loops", lambda program, itemsizes: set())
 
 
 def nothing_runs_ahead(patch):
-    patch.setattr(operations, "_operations_ahead", lambda group: 0)
-    patch.setattr(grouping, "running_ahead", lambda groups, users, repeated: [False] * len(groups))
+    patch.setattr(operations, "_operations_before_loop", lambda group: 0)
+    patch.setattr(grouping, "runs_before_readers", lambda groups, users, repeated: [False] * len(groups))
 
 
 def nothing_runs_beside(patch):
-    patch.setattr(grouping, "running_beside", lambda groups, *_, **how: [None] * len(groups))
+    patch.setattr(grouping, "joined_operands", lambda groups, *_, **how: [None] * len(groups))
 
 
 def every_product_fills_the_unit(patch):
@@ -147,7 +147,7 @@ SMALL = {  # function of what shapes, how they are split, and a fault
         lambda x, y: ((x * y).sum(0), x * y, (x - y).sum(1)),
         [array(64, 256, dtype=np.complex64)] * 2,
         [WHOLE] * 2,
-        lambda patch: patch.setattr(operations, "_goes_over", lambda group: (1, (64, 256), 8)),
+        lambda patch: patch.setattr(operations, "_loop_extent", lambda group: (1, (64, 256), 8)),
     ),
     "all distances": (
         lambda x, y: ((x[:, None] - y[None]) ** 2).sum(-1),

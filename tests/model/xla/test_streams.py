@@ -163,7 +163,7 @@ def test_arrays_of_one_operation_are_read_once(monkeypatch):
     shapes = [array(*LARGE)] * 2
     predicted, compiled = seconds(gated, shapes)
     assert 1 / WITHIN <= predicted / compiled <= WITHIN
-    monkeypatch.setattr(grouping, "running_beside", lambda groups, *_, **how: [None] * len(groups))
+    monkeypatch.setattr(grouping, "joined_operands", lambda groups, *_, **how: [None] * len(groups))
     assert foreseen(gated, shapes) > 1.3 * predicted
 
 
@@ -192,8 +192,8 @@ def test_what_layers_hand_on_lies_in_the_chip(monkeypatch, layers, width, batch)
     shapes = [array(width, width)] * layers, array(batch, width), array(batch, width)
     predicted, compiled = seconds(training(layers), shapes)
     assert 1 / STACKS_WITHIN <= predicted / compiled <= STACKS_WITHIN
-    monkeypatch.setattr(price_lists, "kept_between", lambda program, groups, room: {})
-    monkeypatch.setattr(price_lists, "only_in_products", lambda groups: frozenset())
+    monkeypatch.setattr(price_lists, "kept_on_chip_for_readers", lambda program, groups, room: {})
+    monkeypatch.setattr(price_lists, "stored_nowhere", lambda groups: frozenset())
     assert foreseen(training(layers), shapes) > 1.2 * predicted
 
 
@@ -219,13 +219,13 @@ def test_temporaries_of_loops_lie_in_the_chip(monkeypatch):
     shapes = weights, array(batch, width, dtype=jnp.bfloat16)
     predicted, compiled = seconds(recomputing, shapes)
     assert 1 / WITHIN <= predicted / compiled <= WITHIN
-    kept = price_lists.kept_between
+    kept = price_lists.kept_on_chip_for_readers
 
     def outside_loops(program, groups, room):
         trips = {value.id: value.trips for value in program.values}
         return {value: most for value, most in kept(program, groups, room).items() if trips[value] == 1}
 
-    monkeypatch.setattr(price_lists, "kept_between", outside_loops)
+    monkeypatch.setattr(price_lists, "kept_on_chip_for_readers", outside_loops)
     assert foreseen(recomputing, shapes) > 1.1 * predicted
 
 

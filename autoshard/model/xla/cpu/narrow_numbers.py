@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from autoshard.model.equations import is_computed
+from autoshard.primitives import WINDOW_REDUCTIONS
 from autoshard.program import Equation
 
 if TYPE_CHECKING:
     from autoshard.model.workspaces import ShardBytes
 
 WIDER_BYTES: Mapping[str, int] = {"bfloat16": 4, "float8_e4m3fn": 2, "float8_e5m2": 2}  # dtype -> of its copies
-_WINDOWS = frozenset({"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"})
-MOVES_WINDOWS = _WINDOWS | {"cummax", "cummin", "cumprod", "cumsum"}
+MOVES_WINDOWS = WINDOW_REDUCTIONS | {"cummax", "cummin", "cumprod", "cumsum"}
 
 
 def window_copies(shards: ShardBytes) -> float:

@@ -27,13 +27,13 @@ def pooling_bytes(shards: ShardBytes) -> float:
     source, operand = equation.inputs
     padded = _padded_elements(equation)
     is_widened = str(operand.dtype) in _WIDENED
-    width = 4 if is_widened else operand.dtype.itemsize
+    itemsize = 4 if is_widened else operand.dtype.itemsize
     elements = shards.operands[1] / operand.dtype.itemsize * padded / math.prod(operand.shape)
     made = shards.operands[0] / source.dtype.itemsize
     positions = COORDINATE_BYTES * len(operand.shape)
-    apart = 2 * width if is_widened or padded > math.prod(operand.shape) else 0
+    apart = 2 * itemsize if is_widened or padded > math.prod(operand.shape) else 0
     stored = shards.operands[1] if apart and is_computed(operand) else 0.0  # instead of which its copy is
-    return elements * (positions + apart) - stored + made * (positions + width * (2 - is_computed(source)))
+    return elements * (positions + apart) - stored + made * (positions + itemsize * (2 - is_computed(source)))
 
 
 def positions_bytes(shards: ShardBytes) -> float:

@@ -23,7 +23,7 @@ _LONGER = 16.0  # times as many points: what lies for so long makes room for wha
 _CROWDED = 4.0  # times the room of all devices: of so much or more, what lies in the chip is too little to count
 
 
-def kept_between(program: Program, groups: Sequence[Group], room: float) -> dict[int, int]:
+def kept_on_chip_for_readers(program: Program, groups: Sequence[Group], room: float) -> dict[int, int]:
     """What can stay in the chip for its readers -> the most bytes of all that can at one time while it is there.
 
     What is needed again soon is kept before what lies for long. So what a layer hands on counts alike in every layer,
@@ -49,11 +49,11 @@ def kept_between(program: Program, groups: Sequence[Group], room: float) -> dict
         for value in (made.value for made in group.outputs):
             if value.id not in outside and value.id in last:
                 lives[value.id] = group.point, max(group.point, last[value.id]), value.bytes
-    together = zip(lives, _most_at_once(list(lives.values())), strict=True)
+    together = zip(lives, _peak_while_alive(list(lives.values())), strict=True)
     return {value: most for value, most in together if 0 < most < _CROWDED * room}
 
 
-def _most_at_once(lives: Sequence[tuple[int, int, int]]) -> list[int]:
+def _peak_while_alive(lives: Sequence[tuple[int, int, int]]) -> list[int]:
     """Per life, from its first point to its last and of so many bytes, the most bytes while it lasts.
 
     Lives that are much longer than it do not count.
@@ -86,7 +86,7 @@ def made_with_products(groups: Sequence[Group]) -> dict[int, Group]:
     return found
 
 
-def only_in_products(groups: Sequence[Group]) -> frozenset[int]:
+def stored_nowhere(groups: Sequence[Group]) -> frozenset[int]:
     """Ids of products, and of what ends one, that lie nowhere: whatever reads them is one operation with them.
 
     Who makes a reader's work again reads what that reads.

@@ -45,7 +45,7 @@ def gathered_bytes(
     """
     window = equation.params["dimension_numbers"].offset_dims
     padding, is_loop = _padding([picked[dim] for dim in window]), is_loop_over_rows(equation)
-    if padding == 1 or not (is_loop or (_are_many(equation) and _is_in_rows(operand * padding, padding))):
+    if padding == 1 or not (is_loop or (_is_vectorised(equation) and _is_in_rows(operand * padding, padding))):
         return 0.0
     apart = result * (padding if is_result else padding - 1)
     return apart if is_loop else apart + _outside_chip(operand * padding)
@@ -63,7 +63,7 @@ def scattered_bytes(equation: Equation, operand: float, updates: float, added: S
     numbers = equation.params["dimension_numbers"]
     padding = _padding([added[dim] for dim in numbers.update_window_dims])
     is_large = operand * padding <= _MOST_BYTES_ADDED_TO and updates >= _FEW * operand
-    if padding == 1 or not _are_many(equation) or not (is_large or _is_in_rows(operand * padding, padding)):
+    if padding == 1 or not _is_vectorised(equation) or not (is_large or _is_in_rows(operand * padding, padding)):
         return 0.0
     return updates * padding + _outside_chip(operand * padding)
 
@@ -106,7 +106,7 @@ def _padding(window: Sequence[int]) -> float:
     return padded_size(tuple(window), _TILE) / size if size > 1 else 1.0
 
 
-def _are_many(equation: Equation) -> bool:
+def _is_vectorised(equation: Equation) -> bool:
     """Whether rows are not picked or added one after the other."""
     return math.prod(equation.inputs[1].shape[:-1]) >= LEAST_LOOP_ROWS
 

@@ -18,20 +18,18 @@ from jax.lax import RandomAlgorithm
 from autoshard.model.equations import is_computed
 from autoshard.model.groups import Group
 from autoshard.model.xla.operations import is_loop_over_rows
-from autoshard.primitives import primitives_where
+from autoshard.primitives import INCOMPLETE_GAMMAS, THREEFRY, primitives_where
 from autoshard.program import Equation, Value
 
 _POSITIONS = frozenset({"argmax", "argmin"})
 _CALLBACKS = primitives_where(lambda facts: facts.from_one_device)
-_PRIMITIVES_OF_KEYS = frozenset({"random_bits", "random_fold_in", "random_split", "threefry2x32"})
-_IGAMMAS = frozenset({"igamma", "igamma_grad_a", "igammac"})
 
 # Primitive -> how many numbers its operations keep in memory.
 _NUMBERS: Mapping[str, int] = {
     **dict.fromkeys(_POSITIONS, 3),
     **dict.fromkeys(_CALLBACKS, 4),  # what is sent and received
-    **dict.fromkeys(_PRIMITIVES_OF_KEYS, 3),
-    **dict.fromkeys(_IGAMMAS, 16),
+    **dict.fromkeys(THREEFRY, 3),
+    **dict.fromkeys(INCOMPLETE_GAMMAS, 16),
     **dict.fromkeys(("coo_fromdense", "csr_fromdense"), 1),
     **dict.fromkeys(("regularized_incomplete_beta", "rng_bit_generator"), 9),
     "compute_on": 2,
@@ -106,7 +104,7 @@ def numbers_of(equation: Equation, *, is_read_whole: bool = True, is_result: boo
         return 0  # the same
     if name in _POSITIONS and isinstance(operand := equation.inputs[0], Value) and not operand.from_outside:
         return _NUMBERS[name] - 1
-    if name in _PRIMITIVES_OF_KEYS and math.prod(shapes[0]) > 1:
+    if name in THREEFRY and math.prod(shapes[0]) > 1:
         return 0
     return _NUMBERS.get(name, 0)
 

@@ -16,7 +16,7 @@ from autoshard.stages.roles import bytes_of, variables
 
 
 @dataclass(frozen=True)
-class AfterLoopGroup:
+class PostLoopGroup:
     """Equations that run as one program: those of one stage that wait for equally many transfers."""
 
     level: int  # transfers between stages that come before
@@ -25,10 +25,10 @@ class AfterLoopGroup:
 
 
 @dataclass(frozen=True)
-class AfterLoop:
+class PostLoopPlacement:
     """Where equations run, and arguments lie."""
 
-    groups: tuple[AfterLoopGroup, ...]  # in an order in which they can run
+    groups: tuple[PostLoopGroup, ...]  # in an order in which they can run
     floating: frozenset[int]  # equations that every reader computes itself
     homes: Mapping[Var, int]  # argument or piece -> its stage
 
@@ -39,13 +39,13 @@ def is_number(var: Var) -> bool:
     return not is_array(aval) or all(size == 1 for size in aval.shape)
 
 
-def after_loop(
+def post_loop_placement(
     equations: Mapping[int, JaxprEqn],
     located: Mapping[Var, int],
     carried: Sequence[tuple[Var, Var]],
     outside: Collection[Var],
     last: int,
-) -> AfterLoop:
+) -> PostLoopPlacement:
     """
     Args:
         equations: those after the last microbatch, and those before the first that they read, by index.
@@ -76,10 +76,10 @@ def after_loop(
     grouped: dict[tuple[int, int], list[int]] = {}
     for i in fixed:
         grouped.setdefault((levels[i], placed[i]), []).append(i)
-    groups = tuple(AfterLoopGroup(level, stage, tuple(found)) for (level, stage), found in sorted(grouped.items()))
+    groups = tuple(PostLoopGroup(level, stage, tuple(found)) for (level, stage), found in sorted(grouped.items()))
     results = dict(carried)
     homes = {var: stages.get(var, stages.get(results.get(var, var), last)) for var in outside}
-    return AfterLoop(groups, frozenset(floating), homes)
+    return PostLoopPlacement(groups, frozenset(floating), homes)
 
 
 def _delay(
