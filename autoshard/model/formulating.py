@@ -18,7 +18,7 @@ from autoshard.layout import Layout, MeshShape, spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.model.formulation import Formulation, SharedLayout
 from autoshard.model.groups import Group
-from autoshard.model.heap import loop_terms, number_terms, prepared_terms  # whose terms enter the lists below, too  # noqa: F401
+from autoshard.model.heap import loop_terms, number_terms, workspace_terms  # whose terms enter the lists below, too  # noqa: F401
 from autoshard.model.heap.heap import Heap
 from autoshard.model.heap.overwriting import is_overwritten, lies_in_columns
 from autoshard.model.heap.result_places import (

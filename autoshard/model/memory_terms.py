@@ -16,9 +16,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autoshard.layout import shards
 from autoshard.model.equations import is_kernel_gradient
-from autoshard.model.groups import FactorDims, Group, Use
+from autoshard.model.groups import Group, Use
 from autoshard.model.lifetimes import FirstWrite, Lifetime, Span, around, repeats, use_span
 from autoshard.model.pricing.cost_tables import (
     ArgumentOption,
@@ -32,18 +31,12 @@ from autoshard.model.pricing.memo import read_only
 from autoshard.model.pricing.prices import PriceList
 from autoshard.model.resharding_memory import ValueReader
 from autoshard.model.strategies import REDUCE_SCATTER, Strategy
-from autoshard.model.workspaces import (
-    ShardBytes,
-    has_workspace,
-    is_outside_chip,
-    workspace_bytes,
-)
 from autoshard.model.xla.convolutions import image_dims_of
 from autoshard.model.xla.products import transposes
 from autoshard.model.xla.units.scalar_unit import numbers_of_value
 from autoshard.model.xla.units.work_numbers import known_keys, numbers_of
 from autoshard.operations.reduce_scatter import scatters_second
-from autoshard.program import Equation, Value
+from autoshard.program import Value
 from autoshard.propagation.rules.windows import STENCIL, WRAPS
 
 
@@ -393,50 +386,6 @@ def kernel_gradient_operands(output: HeldOutput) -> Iterator[HeldBytes]:
     if output.prices.backend.transposes_operands and is_kernel_gradient(output.group.equations[0]):
         span = output.group.point, output.group.point + 1
         yield HeldBytes(output.node, span, output.operand_bytes, is_one_buffer=False)
-
-
-@output_term
-def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
-    """What an operation takes beside its operands and results, while it runs."""
-    group, span = output.group, (output.group.ready_at, output.group.ready_at + 1)
-    if output.is_first:
-        name = output.prices.backend.name
-        needy = [one for one in group.equations if has_workspace(name, one.primitive)]
-        for equation in needy:
-            is_outside = is_outside_chip(name, equation.primitive)
-            sizes = [shard_bytes(equation, output, strategy) for strategy in output.strategies]
-            usage = np.array([workspace_bytes(name, one) for one in sizes])
-            on_chip = output.may_be_on_chip and not is_outside
-            yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
-        if numbers := output.numbers_beside if output.prices.backend.number_bytes else 0:
-            usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)
-            yield HeldBytes(output.node, span, usage, may_be_on_chip=False, is_one_buffer=False)
-
-
-def shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> ShardBytes:
-    """What the operands and results of one equation of a group take on one device."""
-    group = output.group
-
-    def local(value: Value | np.ndarray, dims: FactorDims) -> float:
-        if isinstance(value, Value) and not output.reads.get(value.id):
-            return 0.0
-        pieces = [shards(strategy.axes[f], output.prices.mesh) for dim in dims for f in dim if f in strategy.axes]
-        return (value.bytes if isinstance(value, Value) else value.nbytes) / math.prod(pieces)
-
-    def local_shape(value: Value | np.ndarray, dims: FactorDims) -> tuple[int, ...]:
-        pieces = (math.prod(shards(strategy.axes.get(f, ()), output.prices.mesh) for f in dim) for dim in dims)
-        return tuple(math.ceil(size / count) for size, count in zip(value.shape, pieces, strict=True))
-
-    operand_dims, result_dims = group.operands[equation.index], group.results[equation.index]
-    return ShardBytes(
-        equation,
-        tuple(map(local, equation.inputs, operand_dims)),
-        tuple(map(local, equation.outputs, result_dims)),
-        tuple(map(local_shape, equation.inputs, operand_dims)),
-        tuple(map(local_shape, equation.outputs, result_dims)),
-        tuple(isinstance(x, Value) and (x.from_outside or output.reads[x.id] > 1) for x in equation.inputs),
-        is_result=bool(output.returns),
-    )
 
 
 @output_term
