@@ -320,7 +320,7 @@ class _Formulator:
                 self.prices.memo.tick()
                 self._add_value(first_group + group.index, group, made.value, layouts, in_place)
 
-    def _add_value(self, node: int, group: Group, value: Value, leaves, in_place: set[int]) -> None:
+    def _add_value(self, node: int, group: Group, value: Value, makes, in_place: set[int]) -> None:
         readers = self.readers[value.id]
         held = holding(value, group, uses_of(readers))
         output = HeldOutput(
@@ -329,8 +329,8 @@ class _Formulator:
             group=group,
             strategies=self._strategies(group),
             lifetime=held,
-            left=self.prices.arrays.sizes(value, leaves),
-            returned=self.prices.arrays.returned_sizes(value, leaves),
+            left=self.prices.arrays.sizes(value, makes),
+            returned=self.prices.arrays.returned_sizes(value, makes),
             returns=self.returns[value.id],
             in_place=value.id in in_place,
             written=self.written[value.id],
@@ -341,12 +341,12 @@ class _Formulator:
         )
         self.tables.add_output(output)
         self._hold(part for term in OUTPUT_TERMS for part in term(output))
-        self._move_to_places(node, group, value, leaves)
+        self._move_to_places(node, group, value, makes)
         if not readers:
             return
         alone = readers[0].copied_for if len(readers) == 1 else None
         if self.prices.mesh:
-            holder, wants = self._connect_value(node, group, value, leaves, alone)
+            holder, wants = self._connect_value(node, group, value, makes, alone)
         else:  # one device reshards nothing
             holder, wants = readers[0].node, readers[0].wants
         if held.used is None:
@@ -363,44 +363,44 @@ class _Formulator:
         )
         self._hold(part for term in READ_TERMS for part in term(read))
         kept, stored = output.has_buffer, output.is_stored
-        hop = (node, leaves), (holder, wants)
+        hop = (node, makes), (holder, wants)
         fused = stored and any(reader.group.fuses for reader in readers if reader.group)
         made = group.point if group.lies_nowhere else None
         self.reshardings.append(Resharding(value, held.used, *hop, kept, stored, fused, readers, alone, made))
 
-    def _move_to_places(self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...]) -> None:
+    def _move_to_places(self, node: int, group: Group, value: Value, makes: tuple[Layout, ...]) -> None:
         """Counts a result beside the donated buffer if its layout differs from that of the argument."""
         ends = [use_span(*use)[1] for use in uses_of(self.readers[value.id])]
         used = self.written[value.id].point, max([group.point + 1, *ends]) + 1
         for reader in self.readers[value.id]:
             index = reader.node
             if reader.group is None and index in self.taking.get(value.id, ()):
-                hop = (node, leaves), (index, reader.wants)
+                hop = (node, makes), (index, reader.wants)
                 fuses, is_apart = group.fuses, index in self.apart
                 self.reshardings.append(
                     MoveToPlace(value, used, *hop, True, True, fuses, [reader], reader.copied_for, None, is_apart)
                 )
 
     def _connect_value(
-        self, node: int, group: Group, value: Value, leaves: tuple[Layout, ...], alone: Readers
+        self, node: int, group: Group, value: Value, makes: tuple[Layout, ...], alone: Readers
     ) -> tuple[int, tuple[Layout, ...]]:
         """As `_connect_readers`, with an edge from the node that makes the value."""
         readers = self.readers[value.id]
         narrow = narrow_groups(readers, value, self.prices.itemsizes)
-        apart = self._narrow_copies(leaves, readers, narrow)
+        apart = self._narrow_copies(makes, readers, narrow)
         computed_again = group.point if group.lies_nowhere else None
         holder, wants = self._connect_readers(readers, value, narrow, apart, computed_again)
-        table = self.prices.table(value, leaves, wants, alone)
+        table = self.prices.table(value, makes, wants, alone)
         if apart:
-            narrow_table = self.prices.table(value, leaves, wants, narrow)
-            table = self.prices.memo.once(with_narrow_copies, table, narrow_table, leaves, apart)
+            narrow_table = self.prices.table(value, makes, wants, narrow)
+            table = self.prices.memo.once(with_narrow_copies, table, narrow_table, makes, apart)
         if group.is_view and not self.moves_views:  # resharding its operand instead is equivalent, and is counted
-            stays = self.prices.stays(value, leaves, wants)
+            stays = self.prices.stays(value, makes, wants)
             if any(reader.group and reader.group.given for reader in readers):  # except to dims that only the view has
-                stays = self.prices.memo.once(or_unlike, stays, leaves, wants)
+                stays = self.prices.memo.once(or_unlike, stays, makes, wants)
             table = self.prices.memo.once(only_where, stays, table)
         if again := self.prices.unhoisted(group, value):
-            table = table + np.array([[again * (left != want) for want in wants] for left in leaves])
+            table = table + np.array([[again * (left != want) for want in wants] for left in makes])
         self._connect(node, holder, table)
         return holder, wants
 
@@ -448,14 +448,14 @@ class _Formulator:
         return holder, wants
 
     def _narrow_copies(
-        self, leaves: tuple[Layout, ...], readers: Sequence[ValueReader], narrow: tuple[Group, ...]
+        self, makes: tuple[Layout, ...], readers: Sequence[ValueReader], narrow: tuple[Group, ...]
     ) -> tuple[tuple[Layout, Layout], ...]:
         """Pairs of the layout of a value and that of a copy for readers of fewer bits; none without such readers."""
         if not narrow:
             return ()
         reads = tuple(reader.group in narrow for reader in readers)
         wants = (reader.wants for reader in readers)
-        return self.prices.memo.once(lambda left, *wants: narrow_copies(left, wants, reads), leaves, *wants, of=reads)
+        return self.prices.memo.once(lambda left, *wants: narrow_copies(left, wants, reads), makes, *wants, of=reads)
 
     def _strategies(self, group: Group) -> tuple[Strategy, ...]:
         return self.priced[group.index].strategies

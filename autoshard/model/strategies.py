@@ -91,12 +91,12 @@ def strategies_of(
     unique: dict[tuple, Strategy] = {}
     for assignment in _assignments(group, mesh, choices):
         wants = _layouts([use.dims for use in group.uses], assignment, group, mesh)
-        leaves = _layouts([made.dims for made in group.outputs], assignment, group, mesh)
-        if wants is None or leaves is None:
+        makes = _layouts([made.dims for made in group.outputs], assignment, group, mesh)
+        if wants is None or makes is None:
             continue
         frozen = tuple(sorted(assignment.items()))
         halos = _halos(group, wants, assignment, mesh)
-        for finished, finishes in _finishes(group, leaves, assignment, mesh, backend):
+        for finished, finishes in _finishes(group, makes, assignment, mesh, backend):
             strategy = Strategy(frozen, wants, finished, finishes, halos)
             unique.setdefault((frozen, wants, finished, finishes), strategy)
     return list(unique.values())
@@ -165,7 +165,7 @@ def _layouts(tensors: list[FactorDims], assignment, group: Group, mesh: MeshShap
     return tuple(layouts)
 
 
-def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backend) -> Iterator[tuple]:
+def _finishes(group: Group, makes, assignment, mesh: MeshShape, backend: Backend) -> Iterator[tuple]:
     """The ways to finish unreduced results: (layouts, collectives) pairs.
 
     Results are reduced factor by factor. A reduce_scatter can take the place of one all_reduce, if it scatters over all
@@ -176,11 +176,11 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     summed = {factor for factor, _ in partial}
     is_known = any(0 in use.value.shape and summed & _factors_in(use.dims) for use in group.uses)  # sums without terms
     if not partial or is_known or all(0 in made.value.shape for made in group.outputs):
-        yield leaves, _results_from_one_device(group, mesh)
+        yield makes, _results_from_one_device(group, mesh)
         return
     elements = [
         math.prod(local_shape(made.value.shape, layout, mesh))
-        for made, layout in zip(group.outputs, leaves, strict=True)
+        for made, layout in zip(group.outputs, makes, strict=True)
     ]
     if group.gathers_per_output:
         found = [i for i in range(len(group.outputs)) for _ in range(group.gathers_per_output)]
@@ -188,7 +188,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
         if folds_by_hand(group.equations[0]):  # over all of them at once
             gathers = [_joined(gathers, mesh)]
         yield (
-            leaves,
+            makes,
             tuple(Finish(ALL_GATHER, axes, i, elements[i] * shards(axes, mesh)) for axes in gathers for i in found),
         )
         return
@@ -196,7 +196,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     if not group.windows.isdisjoint(assignment):  # run on shards: over the axes of all factors at once
         at_once = [(partial[0][0], _joined([axes for _, axes in partial], mesh))]
     yield (
-        leaves,
+        makes,
         tuple(
             Finish(ALL_REDUCE, axes, i, elements[i])
             for factor, axes in at_once
@@ -207,7 +207,7 @@ def _finishes(group: Group, leaves, assignment, mesh: MeshShape, backend: Backen
     by_hand = group.sums_locally(assignment)
     if len(group.outputs) != 1 or not (by_hand or backend.scatters.from_all_reduces):
         return
-    (layout,), (local,), made = leaves, elements, group.outputs[0].value
+    (layout,), (local,), made = makes, elements, group.outputs[0].value
     if not local:
         return
     for scattered_factor, axes in partial:

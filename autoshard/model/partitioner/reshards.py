@@ -123,9 +123,9 @@ class _ProgramBuilder:
         split = settled.split
         wants = [self.layout(dims, split, rule) for dims in rule.operands]
         if self.turn_flops and equation.primitive == "conv_general_dilated":
-            leaves = [self.layout(dims, split, rule) for dims in rule.results]
+            makes = [self.layout(dims, split, rule) for dims in rule.results]
             turns = turns_of(
-                equation, self.program, [*operands, *results], [*wants, *leaves], self.mesh, self.turn_flops
+                equation, self.program, [*operands, *results], [*wants, *makes], self.mesh, self.turn_flops
             )
             equation = equation if turns is None else replace(equation, params={**equation.params, TURNS: turns})
         fuses = _may_fuse(equation, rule)

@@ -60,9 +60,9 @@ def only_where(allowed: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.where(allowed, table, np.inf)
 
 
-def or_unlike(allowed: np.ndarray, leaves: Sequence[Layout], wants: Sequence[Layout]) -> np.ndarray:
+def or_unlike(allowed: np.ndarray, makes: Sequence[Layout], wants: Sequence[Layout]) -> np.ndarray:
     """What is allowed, and whatever leads to a layout that no strategy leaves."""
-    left = set(leaves)
+    left = set(makes)
     return allowed | np.array([want not in left for want in wants])
 
 
@@ -71,13 +71,13 @@ def without_growth(table: np.ndarray, before: np.ndarray, after: np.ndarray) -> 
 
 
 def narrow_copies(
-    leaves: Sequence[Layout], wants: Sequence[Sequence[Layout]], reads_narrow: Sequence[bool]
+    makes: Sequence[Layout], wants: Sequence[Sequence[Layout]], reads_narrow: Sequence[bool]
 ) -> tuple[tuple[Layout, Layout], ...]:
     """How a value is left, as all others can read it, and a copy of that for those who read fewer bits."""
     narrow = itertools.compress(wants, reads_narrow)
     others = [layouts for layouts, fewer in zip(wants, reads_narrow, strict=True) if not fewer]
     copies = any_of(*narrow)
-    lefts = [left for left in dict.fromkeys(leaves) if all(left in wants for wants in others)]
+    lefts = [left for left in dict.fromkeys(makes) if all(left in wants for wants in others)]
     return tuple((left, copy) for left in lefts for copy in copies if left != copy)
 
 
@@ -86,11 +86,11 @@ def and_narrow_copies(wants: tuple[Layout, ...], apart: Sequence[tuple[Layout, L
 
 
 def with_narrow_copies(
-    table: np.ndarray, narrow: np.ndarray, leaves: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
+    table: np.ndarray, narrow: np.ndarray, makes: Sequence[Layout], apart: Sequence[tuple[Layout, Layout]]
 ) -> np.ndarray:
     """The columns of copies apart from the second table, and only for values that are left as they say."""
     shared = table.shape[1] - len(apart)
-    as_left = ~differ(leaves, [source for source, _ in apart])
+    as_left = ~differ(makes, [source for source, _ in apart])
     return np.hstack([table[:, :shared], np.where(as_left, narrow[:, shared:], np.inf)])
 
 

@@ -55,5 +55,5 @@ class GroupStrategies:
     def _with_layouts(self, found: Sequence[Strategy]) -> StrategiesWithLayouts:
         strategies = tuple(found)
         wants = tuple(map(self._memo.one, zip(*(one.operand_layouts for one in strategies), strict=True)))
-        leaves = tuple(map(self._memo.one, zip(*(one.output_layouts for one in strategies), strict=True)))
-        return strategies, wants, leaves
+        makes = tuple(map(self._memo.one, zip(*(one.output_layouts for one in strategies), strict=True)))
+        return strategies, wants, makes

@@ -12,7 +12,7 @@ def moved_bytes(group: Group, strategy: Strategy, arrays: ArraySizes) -> int:
     first = group.equations[0]
     if first.primitive != "device_put":
         return 0
-    leaves = {made.value.id: leaf for made, leaf in zip(group.outputs, strategy.output_layouts, strict=True)}
+    makes = {made.value.id: leaf for made, leaf in zip(group.outputs, strategy.output_layouts, strict=True)}
     pairs = zip(first.inputs, first.outputs, strict=True)
-    crossing = (made for read, made in pairs if getattr(read, "on_host", False) != made.on_host and made.id in leaves)
-    return sum(arrays.shard_bytes(made, leaves[made.id]) for made in crossing)
+    crossing = (made for read, made in pairs if getattr(read, "on_host", False) != made.on_host and made.id in makes)
+    return sum(arrays.shard_bytes(made, makes[made.id]) for made in crossing)

@@ -142,9 +142,9 @@ class PriceList:
             key = key, self.offered.key(group)
         if key not in self._groups:
             self.memo.tick()
-            strategies, wants, leaves = self.ways.of(group, self.offered)
-            seconds = self._seconds(group, strategies, wants, leaves)
-            self._groups[key] = PricedStrategies(strategies, seconds, wants, leaves)
+            strategies, wants, makes = self.ways.of(group, self.offered)
+            seconds = self._seconds(group, strategies, wants, makes)
+            self._groups[key] = PricedStrategies(strategies, seconds, wants, makes)
         return self._groups[key]
 
     def steps(
@@ -383,13 +383,13 @@ class PriceList:
         recopies = self.backend.recopies
         return recopies.extra_of_images(shape, itemsize, image_dims, sources, targets, self.mesh, self.backend.tile)
 
-    def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> tuple[GroupSeconds, ...]:
+    def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, makes) -> tuple[GroupSeconds, ...]:
         found = []
         if self.region(group, strategies[0]) is not None:
             regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
             return tuple(self._region_seconds(group, region) for region in regions if region is not None)
         ends = group.handed_on_at is not None
-        for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, leaves), strict=True):
+        for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, makes), strict=True):
             self.memo.tick()
             communication = hidden = 0.0
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):

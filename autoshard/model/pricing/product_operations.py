@@ -69,7 +69,7 @@ class ProductOperations:
         group: Group,
         pieces: Pieces,
         wants: Sequence[Sequence[Layout]],
-        leaves: Sequence[Sequence[Layout]],
+        makes: Sequence[Sequence[Layout]],
         finished: np.ndarray,
     ) -> np.ndarray | float:
         """What the vector unit takes of a product, or of what ends one, per strategy.
@@ -80,14 +80,14 @@ class ProductOperations:
         Args:
             pieces: factor -> into how many pieces each strategy splits it.
             wants: the layouts of what it reads.
-            leaves: the layouts of what it makes.
+            makes: the layouts of what it makes.
             finished: whether a collective finishes the result, so that it is stored whoever reads it.
         """
         if group.is_recomputed:
             return 0.0
         first, backend, none = group.equations[0], self.arrays.backend, np.zeros(1)
         written, elements, packed = none, none, none
-        for made, layouts in zip(group.outputs, leaves, strict=True):
+        for made, layouts in zip(group.outputs, makes, strict=True):
             size, itemsize = self.arrays.sizes(made.value, layouts), self.arrays.itemsizes.stored(made.value)
             outside = self.traffic.outside(made.value, size)
             if math.isinf(self.traffic.kept_share(made.value)):

@@ -61,7 +61,7 @@ class GroupWork:
         self.traffic = Traffic(arrays, instead, kept)
         self.products = ProductOperations(arrays, topology, self.traffic, products)
 
-    def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, leaves) -> list[float]:
+    def seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, makes) -> list[float]:
         """Roofline of the fused group: all its FLOPs, and only what enters and leaves it through memory."""
         if _is_free(group) or (group.equations[0].primitive in _SAME_BUFFER and not group.passes_before):
             return [0.0] * len(strategies)
@@ -74,7 +74,7 @@ class GroupWork:
             split[factors] = math.prod((pieces[factor] for factor in factors), start=ones)
         backend = self.arrays.backend
         is_stream = backend.streams.counts(group)
-        moved = 0.0 if is_stream else self._bytes_moved(group, wants, leaves)  # streams price it themselves
+        moved = 0.0 if is_stream else self._bytes_moved(group, wants, makes)  # streams price it themselves
         through = np.maximum(moved, backend.vector_products.bytes_read(group, pieces))
         work = sum(
             self.products.flops(one)
@@ -85,21 +85,21 @@ class GroupWork:
         taken = [
             compute_seconds(work, through, compute_dtype(group.equations), self.topology),
             self.products.least_product_seconds(group, pieces),
-            self._vector_seconds(group, split, leaves),
+            self._vector_seconds(group, split, makes),
         ]
         if sorting := backend.sorts.seconds(group):
             taken.append(sorting / split[frozenset(group.factors_of(group.equations[0]))])
         if is_stream:
-            taken.append(self._stream_seconds(group, wants, leaves))
+            taken.append(self._stream_seconds(group, wants, makes))
         elif backend.streams.counts_product(group):
             finished = np.array([bool(strategy.finishes) for strategy in strategies])
-            taken.append(self.products.stream_seconds(group, pieces, wants, leaves, finished))
+            taken.append(self.products.stream_seconds(group, pieces, wants, makes, finished))
         for equation in group.equations:
             if (library := backend.libraries.get(equation.primitive)) is not None:
                 shapes = [operand.shape for operand in equation.inputs]
                 taken.append(library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))]))
         beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.product_lead_seconds(group, wants))
-        least = self._least(group, pieces) + self._image_copies(group, wants, leaves)
+        least = self._least(group, pieces) + self._image_copies(group, wants, makes)
         least = least + self._row_copies(group, wants)
         found: list[float] = np.broadcast_to(least + beside, len(strategies)).tolist()
         return found
@@ -150,7 +150,7 @@ class GroupWork:
         return least
 
     def _image_copies(
-        self, group: Group, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
+        self, group: Group, wants: Sequence[Sequence[Layout]], makes: Sequence[Sequence[Layout]]
     ) -> np.ndarray | float:
         """Seconds to bring images into the order of a convolution where they are arguments, and back as results.
 
@@ -165,7 +165,7 @@ class GroupWork:
             for use, want in zip(group.uses, wants, strict=True)
             if reads_images(use) and use.value.from_outside
         )
-        made = self._copied(group.outputs[0].value, leaves[0], made_dims, lies_as_images) * group.feeds_only_results
+        made = self._copied(group.outputs[0].value, makes[0], made_dims, lies_as_images) * group.feeds_only_results
         return (sum(read, start=0.0) + made) / self.topology.memory_bandwidth
 
     def _row_copies(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
@@ -193,7 +193,7 @@ class GroupWork:
         return self.traffic.memory_traffic_bytes(value, layouts) * (1 + BFLOAT16_BYTES / value.itemsize) * elsewhere
 
     def _vector_seconds(
-        self, group: Group, split: Mapping[frozenset[int], np.ndarray], leaves: Sequence[Sequence[Layout]]
+        self, group: Group, split: Mapping[frozenset[int], np.ndarray], makes: Sequence[Sequence[Layout]]
     ) -> np.ndarray | float:
         """What the functions in it take on the vector unit, per strategy.
 
@@ -205,7 +205,7 @@ class GroupWork:
         if not counted or not group.outputs:
             return 0.0
         made, layouts = max(
-            zip((made.value for made in group.outputs), leaves, strict=True), key=lambda pair: math.prod(pair[0].shape)
+            zip((made.value for made in group.outputs), makes, strict=True), key=lambda pair: math.prod(pair[0].shape)
         )
         elements = np.array([self.arrays.elements(made, layout) for layout in layouts])
         bare = np.array([math.prod(local_shape(made.shape, layout, self.arrays.mesh)) for layout in layouts])
@@ -217,7 +217,7 @@ class GroupWork:
         return sum((unit.seconds(one, size * padding) for one, size in sizes), start=np.zeros(len(padding)))
 
     def _stream_seconds(
-        self, group: Group, wants: Sequence[Sequence[Layout]], leaves: Sequence[Sequence[Layout]]
+        self, group: Group, wants: Sequence[Sequence[Layout]], makes: Sequence[Sequence[Layout]]
     ) -> np.ndarray | float:
         """What a loop of the vector unit takes beside its start, per strategy: every array passes through it."""
         if group.is_recomputed and not group.is_sunk:
@@ -225,7 +225,7 @@ class GroupWork:
         turns = group.outputs[0].value.shape[0] if group.is_stack else 1  # of a stack one slice is written
         sizes = [
             (one.value, self.arrays.sizes(one.value, made) / turns)
-            for one, made in zip(group.outputs, leaves, strict=True)
+            for one, made in zip(group.outputs, makes, strict=True)
         ]
         written = sum((self.traffic.outside(value, size) for value, size in sizes), start=np.zeros(1))
         first = group.equations[0]
@@ -253,7 +253,7 @@ class GroupWork:
             is_alone=self.is_alone(group),
         )
 
-    def _bytes_moved(self, group: Group, wants, leaves) -> np.ndarray | float:
+    def _bytes_moved(self, group: Group, wants, makes) -> np.ndarray | float:
         """To and from memory, per strategy. What its readers make again they read themselves.
 
         What loops make again is charged as if it were made once, before them: if it were free it would lie anyhow, and
@@ -263,10 +263,10 @@ class GroupWork:
             return 0.0
         first = group.equations[0]
         if first.primitive == "scan_carry":  # what a loop works on
-            return group.passes_before * self.arrays.sizes(group.outputs[0].value, leaves[0])
-        written = sum(map(self.traffic.memory_traffic_bytes, (made.value for made in group.outputs), leaves))
+            return group.passes_before * self.arrays.sizes(group.outputs[0].value, makes[0])
+        written = sum(map(self.traffic.memory_traffic_bytes, (made.value for made in group.outputs), makes))
         if first.primitive in _READS_RESULT_BYTES:
-            padding = self._row_padding(first, first.outputs[0], leaves[0]) if leaves else 1.0
+            padding = self._row_padding(first, first.outputs[0], makes[0]) if makes else 1.0
             return (
                 2
                 * written
@@ -284,7 +284,7 @@ class GroupWork:
                 for use, want in pairs
             )
             if self.arrays.backend.streams.bandwidth_share and group.written_by is StackWriter.PRODUCT:
-                return self.arrays.sizes(group.outputs[0].value, leaves[0]) / group.outputs[0].value.shape[0]
+                return self.arrays.sizes(group.outputs[0].value, makes[0]) / group.outputs[0].value.shape[0]
             # what the chip keeps is written all the same
             least = sum((self.arrays.sizes(use.value, want) for use, want in pairs), start=np.zeros(1))
             moved = np.maximum(2 * inserted, least)
@@ -292,7 +292,7 @@ class GroupWork:
         again: np.ndarray | float = 0.0
         if TURNS in first.params:
             arrays = [(use.value, want) for use, want in zip(group.uses, wants, strict=True) if use.equation is first]
-            sizes = [self.arrays.sizes(*one) for one in (*arrays, (group.outputs[0].value, leaves[0]))]
+            sizes = [self.arrays.sizes(*one) for one in (*arrays, (group.outputs[0].value, makes[0]))]
             again = bytes_of_turns(first, sizes)
         passes = self.arrays.backend.fourier_products.memory_passes if first.primitive == "fft" else 0.0
         read = self.traffic.read_bytes(zip(group.uses, wants, strict=True))

@@ -246,8 +246,8 @@ class RegionPrices:
 
     def _sums(self, run: CallRun, equation: Equation) -> Iterator[RegionCollective]:
         call = Call.of(equation, rule_of(equation))
-        _, leaves = call.layouts(run, self.mesh)
-        for value, layout, axes in zip(equation.outputs, leaves, call.partial(run, self.mesh), strict=True):
+        _, makes = call.layouts(run, self.mesh)
+        for value, layout, axes in zip(equation.outputs, makes, call.partial(run, self.mesh), strict=True):
             if axes:
                 elements = 1
                 for size in local_shape(value.shape, layout, self.mesh):

@@ -58,10 +58,10 @@ def _every_strategy(group: Group, mesh: MeshShape) -> list[Strategy]:
     number = {factor: n for n, factor in enumerate(f for f in rule.factors if rule.sizes[f] > 1)}
     found = []
     for run in call.runs(mesh):
-        reads, leaves = call.layouts(run, mesh)
+        reads, makes = call.layouts(run, mesh)
         split = sorted((number[factor], axes) for factor, axes in call.assignment(run, mesh).items())
         wants = tuple(reads[use.operand] for use in group.uses)
-        found.append(Strategy(tuple(split), wants, tuple(leaves), (), run=run))
+        found.append(Strategy(tuple(split), wants, tuple(makes), (), run=run))
     return found
 
 
