@@ -17,7 +17,7 @@ from autoshard.layout import Layout, MeshShape, in_mesh_order, local_shape, orde
 from autoshard.model.equations import folds_by_hand
 from autoshard.model.groups import FactorDims, Group
 from autoshard.model.xla.backends import H100, Backend
-from autoshard.model.xla.scatters import scatters_at_once, sent_slices, stages_of
+from autoshard.model.xla.scatters import merges_slices, scatters_at_once, sent_slices, stages_of
 from autoshard.operations.split import CallRun
 from autoshard.operations.sums import IndexGroups, Stages
 from autoshard.primitives import facts_of
@@ -277,6 +277,25 @@ def _sequences(
                     slice_ = local // shards(inside, mesh)
                     reduced = (Finish(ALL_REDUCE, other, 0, slice_) for other in (outside, *others))
                     yield (sliced,), (*finishes, *reduced)
+
+
+def merged_with_slice(
+    made: Value, finish: Finish, layout: Layout, want: Layout, mesh: MeshShape, backend: Backend
+) -> list[Finish]:
+    """What XLA runs of a collective if all that read the sum want a slice of it: an all_reduce may be scattered.
+
+    Args:
+        made: the sum.
+        finish: how it is finished.
+        layout: how it lies then.
+        want: how all read it.
+    """
+    if finish.kind == ALL_REDUCE and merges_slices(finish.axes, made.dtype, mesh, backend):
+        for dim in range(len(made.shape)):
+            scattered = _scattered(layout, dim, made, ((finish.axes, None),), mesh, backend)
+            if scattered is not None and scattered[0] == want:
+                return scattered[1]
+    return [finish]
 
 
 def _scattered(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ from autoshard.model.heap.result_places import aliased, copied_results
 from autoshard.model.pricing.prices import GroupSeconds
 from autoshard.model.regions.shared_work import forward_groups
 from autoshard.model.resharding_memory import ValueReader, uses_of
-from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy
+from autoshard.model.strategies import ALL_REDUCE, REDUCE_SCATTER, Strategy, merged_with_slice
 from autoshard.model.xla.rounding import Readers, unrounded_itemsize
 from autoshard.operations.split import CallRun
 from autoshard.plans.annotations import Annotations, Scatter
@@ -250,6 +250,7 @@ class ChosenOptions:
 
     def add_finishes(self, costs: StepCosts, group: Group, strategy: Strategy) -> None:
         """Adds the collectives that finish partial sums; what several groups add up together is reduced once."""
+        strategy = self.with_merged_slices(group, strategy)
         for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
             if group.accumulator is not None and not costs.is_first((group.accumulator, finish.kind, finish.axes)):
                 continue
@@ -258,6 +259,21 @@ class ChosenOptions:
             turns = group.guessed if runs == group.trips else 1
             why = f"partial {'results' if group.gathers_per_output else 'sums'} of {reduced.primitive}"
             costs.run(finish.kind, finish.axes, size, runs, turns, reduced.source, why)
+
+    def with_merged_slices(self, group: Group, strategy: Strategy) -> Strategy:
+        """The strategy with the collectives that XLA makes where all that read a sum want one slice of it.
+
+        They take no longer than its own, by which the step is priced: XLA combines them as it does all_reduces.
+        """
+        if not strategy.finishes or len(group.outputs) != 1:
+            return strategy
+        value = group.outputs[0].value
+        home, wants = self.homes[value.id], {self.want(reader) for reader in self.formulation.readers[value.id]}
+        if len(wants) != 1 or value.id in self.copies:
+            return strategy
+        (want,), mesh, backend = wants, self.prices.mesh, self.prices.backend
+        merged = (merged_with_slice(value, one, home, want, mesh, backend) for one in strategy.finishes)
+        return replace(strategy, finishes=tuple(itertools.chain(*merged)))
 
     def add_halos(self, costs: StepCosts, group: Group, strategy: Strategy) -> None:
         """Adds the rows that neighbours send; XLA merges equal collectives."""

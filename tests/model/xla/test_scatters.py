@@ -7,6 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,7 @@ from autoshard.model.xla.backends import backend_of
 from autoshard.model.xla.scatters import merges_slices, sent_slices
 from autoshard.operations import reduce_scatter as form
 from autoshard.operations.sums import scattered_sum
+from autoshard.plans import chosen_options
 
 MESHES = [("v5e:2x4", {"x": 8}), ("v5e:2x4", {"x": 2, "y": 4}), ("v5e:4x4", {"x": 16}), ("v5p:2x2x1", {"x": 4})]
 MESHES += [("v5p:2x2x2", {"x": 8})]
@@ -230,3 +232,30 @@ def test_any_form_sums_up(shape, dim):
     summed, array = scattered(mesh, shape, dim)
     parts = np.random.default_rng(0).integers(-9, 9, array.shape).astype(np.float32)
     np.testing.assert_array_equal(summed(parts), parts.sum(axis=0))
+
+
+def test_sums_that_updates_slice_are_scattered(monkeypatch):
+    """XLA combines the gradients' all_reduces, and scatters them, as every update reads a slice."""
+    pytest.importorskip("libtpu")
+    optimizer, axes, array = optax.adam(1e-3), ("data", "model"), jax.ShapeDtypeStruct
+    weights = [{"up": array((64, 512), jnp.float32), "down": array((512, 64), jnp.float32)}] * 4
+
+    def step(state, x):
+        def loss(weights):
+            h = x
+            for layer in weights:
+                up, down = (layer[name].astype(jnp.bfloat16) for name in ("up", "down"))
+                h = h + jax.nn.gelu(h @ up) @ down
+            return jnp.mean(h.astype(jnp.float32) ** 2)
+
+        updates, moments = optimizer.update(jax.grad(loss)(state[0]), state[1], state[0])
+        return optax.apply_updates(state[0], updates), moments
+
+    state, batch = (weights, jax.eval_shape(optimizer.init, weights)), array((1024, 64), jnp.bfloat16)
+    fixed = {"state/0/*/up": P(axes), "state/0/*/down": P(None, axes)}
+    how = {"mesh": AbstractMesh((2, 4), axes), "topology": "v5e:2x4", "donate_argnums": 0, "fixed": fixed}
+    made = plan(step, state, batch, **how)
+    assert made.verify().collectives_agree
+    assert {one.kind for one in made.predicted.collectives} == {"all_gather", "reduce_scatter"}
+    monkeypatch.setattr(chosen_options, "merged_with_slice", lambda made, finish, *_: [finish])
+    assert not plan(step, state, batch, **how).verify().collectives_agree
