@@ -173,6 +173,8 @@ class GroupWork:
         first, tile = group.equations[0], self.arrays.backend.tile
         if tile is None or first.primitive != "gather" or group.is_recomputed:
             return 0.0
+        if math.prod(first.inputs[1].shape[:-1]) == 1:  # a single row is sliced off the array as it lies
+            return 0.0
         pairs = zip(group.uses, wants, strict=True)
         array, layouts = next((use.value, want) for use, want in pairs if (use.equation, use.operand) == (first, 0))
         shapes = [local_shape(array.shape, layout, self.arrays.mesh) for layout in layouts]

@@ -299,7 +299,7 @@ ROWS = {  # what is done with 128 rows of 256 columns
 @pytest.mark.parametrize("backend, columns", [(CPU, 64), (WORK_OF_V5E, 128)])
 @pytest.mark.parametrize("case", ROWS)
 def test_rows_lie_by_themselves(case, backend, columns):
-    """Of columns split in four, on TPU the 64 of each row pad to 128."""
+    """Of columns split in four, on TPU the 64 of each row pad to 128; a table that rows are picked of is copied so."""
     fn, args = ROWS[case]
     group = grouped(fn, *args)[-1]
     priced = prices(backend=backend).group(group)
@@ -309,7 +309,8 @@ def test_rows_lie_by_themselves(case, backend, columns):
         for strategy, seconds in zip(priced.strategies, priced.seconds, strict=True)
         if strategy.axes.keys() <= {factor}
     }
-    assert nanoseconds == pytest.approx({(): 2 * 4 * 128 * 256, ("x",): 2 * 4 * 128 * columns})
+    copied = 2 * 4 * 4096 * 64 if case == "looked up" and columns == 128 else 0
+    assert nanoseconds == pytest.approx({(): 2 * 4 * 128 * 256, ("x",): 2 * 4 * 128 * columns + copied})
 
 
 WINDOWS = {  # what is read of a table, and how many times larger it is when each window lies by itself
@@ -325,6 +326,7 @@ WINDOWS = {  # what is read of a table, and how many times larger it is when eac
 
 @pytest.mark.parametrize("case", WINDOWS)
 def test_windows_lie_by_themselves(case):
+    """A table whose rows fill half of a tile is copied so."""
     fn, shape, larger = WINDOWS[case]
     group = next(g for g in grouped(fn, f32(*shape), MANY) if g.equations[0].primitive == "gather")
     asked, (made,) = prices(backend=WORK_OF_V5E), group.equations[0].outputs
@@ -333,7 +335,8 @@ def test_windows_lie_by_themselves(case):
         if not strategy.axes
     )  # fmt: skip
     size = asked.arrays.local_bytes(made, ((),) * len(made.shape))
-    assert nothing_split.compute * TOPOLOGY.memory_bandwidth == pytest.approx(2 * size * larger)
+    copied = 2 * 4 * math.prod(shape) if case == "rows of half a tile" else 0
+    assert nothing_split.compute * TOPOLOGY.memory_bandwidth == pytest.approx(2 * size * larger + copied)
 
 
 def test_pieces_gathered_in_several_dims_are_put_in_order():
