@@ -269,7 +269,7 @@ class ChosenOptions:
             return strategy
         value = group.outputs[0].value
         home, wants = self.homes[value.id], {self.want(reader) for reader in self.formulation.readers[value.id]}
-        if len(wants) != 1 or value.id in self.copies:
+        if len(wants) != 1 or wants == {home} or value.id in self.copies:
             return strategy
         (want,), mesh, backend = wants, self.prices.mesh, self.prices.backend
         merged = (merged_with_slice(value, one, home, want, mesh, backend) for one in strategy.finishes)

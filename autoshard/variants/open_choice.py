@@ -96,9 +96,8 @@ class OpenChoice(Generic[Planned]):
             peaks = other.predicted.peak_bytes, best.predicted.peak_bytes
             return max(peaks) / max(1, min(peaks))
 
-        if self.group is not None:  # all of it would have to compile them
-            others.clear()
-        others = sorted(others, key=distance, reverse=True)[: options.refine // 2]
+        count = options.refine // 2 if self.group is None else 0  # all of a group would have to compile them
+        others = sorted(others, key=distance, reverse=True)[:count]
         plan, seconds = fastest_compiled([best, *others], options) if others else (best, math.inf)
         if (left := options.refine - len(others)) > 1:
             return proven(self.plan(program_of(plan), replace(options, refine=left)), best.bound)

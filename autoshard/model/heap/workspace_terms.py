@@ -41,15 +41,16 @@ def shard_bytes(equation: Equation, output: HeldOutput, strategy: Strategy) -> S
     """What the operands and results of one equation of a group take on one device."""
     group = output.group
 
+    def pieces(dims: FactorDims) -> list[int]:
+        return [math.prod(shards(strategy.axes.get(f, ()), output.prices.mesh) for f in dim) for dim in dims]
+
     def local(value: Value | np.ndarray, dims: FactorDims) -> float:
         if isinstance(value, Value) and not output.reads.get(value.id):
             return 0.0
-        pieces = [shards(strategy.axes[f], output.prices.mesh) for dim in dims for f in dim if f in strategy.axes]
-        return (value.bytes if isinstance(value, Value) else value.nbytes) / math.prod(pieces)
+        return (value.bytes if isinstance(value, Value) else value.nbytes) / math.prod(pieces(dims))
 
     def local_shape(value: Value | np.ndarray, dims: FactorDims) -> tuple[int, ...]:
-        pieces = (math.prod(shards(strategy.axes.get(f, ()), output.prices.mesh) for f in dim) for dim in dims)
-        return tuple(math.ceil(size / count) for size, count in zip(value.shape, pieces, strict=True))
+        return tuple(math.ceil(size / count) for size, count in zip(value.shape, pieces(dims), strict=True))
 
     operand_dims, result_dims = group.operands[equation.index], group.results[equation.index]
     return ShardBytes(

@@ -25,7 +25,7 @@ from autoshard.model.xla.convolutions import (
 )
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import Tile, row_padding
-from autoshard.model.xla.units.rows import copied_bytes, dims_of_rows
+from autoshard.model.xla.units.rows import copied_bytes
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
 from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Value
@@ -170,16 +170,14 @@ class GroupWork:
 
     def _row_copies(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
         """Seconds to lay an array row by row that a gather picks rows of, per strategy."""
-        first, tile = group.equations[0], self.arrays.backend.tile
-        if tile is None or first.primitive != "gather" or group.is_recomputed:
-            return 0.0
-        if math.prod(first.inputs[1].shape[:-1]) == 1:  # a single row is sliced off the array as it lies
+        first = group.equations[0]
+        if self.arrays.backend.tile is None or first.primitive != "gather" or group.is_recomputed:
             return 0.0
         pairs = zip(group.uses, wants, strict=True)
         array, layouts = next((use.value, want) for use, want in pairs if (use.equation, use.operand) == (first, 0))
-        shapes = [local_shape(array.shape, layout, self.arrays.mesh) for layout in layouts]
-        row_dims, width = dims_of_rows(first), self.arrays.itemsizes.stored(array)
-        copied = [copied_bytes(math.prod(shape) * width, [shape[dim] for dim in row_dims]) for shape in shapes]
+        itemsize = self.arrays.itemsizes.stored(array)
+        shapes = (local_shape(array.shape, layout, self.arrays.mesh) for layout in layouts)
+        copied = [copied_bytes(first, shape, itemsize) for shape in shapes]
         return 2 * np.array(copied) / self.topology.memory_bandwidth
 
     def _copied(

@@ -7,7 +7,7 @@ all orders by hand.
 XLA for TPU multiplies a matrix and a vector elementwise, and sums that up. Its matrix unit has no part in that, so the
 matrix is read as it is, neither rounded nor kept in the chip. So it does with a batch of such products if the vectors
 are matrices of one row or column, or if the matrices have fewer than 64 rows or columns; plain vectors times larger
-ones go to the matrix unit. Products of two vectors are always elementwise. Source: what libtpu makes of 110 such
+ones go to the matrix unit. Products of two vectors are always elementwise. Source: what libtpu makes of 197 such
 products for v5e. `tests/mesh/test_targets.py` compiles some, `tests/model/xla/test_units.py` batches.
 
 XLA for TPU makes Fourier transforms of matrix products: each dim is multiplied by the matrix of its transform, in three

@@ -132,14 +132,14 @@ def test_tables_that_lie_row_by_row(name, monkeypatch):
 
     assert 1 / 1.4 <= ratio() <= 1.4
     if what == "copied_bytes":
-        monkeypatch.setattr(roofline, "copied_bytes", lambda operand, row: 0.0)
+        monkeypatch.setattr(roofline, "copied_bytes", lambda *_: 0.0)
     else:
         monkeypatch.setattr(price_lists, "lying_by_rows", lambda program: {})
     assert ratio() < 1 / 1.4
 
 
 def test_columns_of_tables_are_split_no_finer_than_tiles():
-    """Eight columns on each device would lie in 128 lanes: adagrad's step took 18 ms so, and takes 3.5."""
+    """Eight columns on each device would lie in 128 lanes."""
     mesh, tables = AbstractMesh((2, 4), ("data", "model")), 4
     optimizer = optax.adagrad(0.01)
 

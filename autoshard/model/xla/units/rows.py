@@ -7,7 +7,8 @@ their columns, without padding. A copy of up to 64 MiB lies in the chip's own me
 one come from the array as it lies, and are padded whatever its size. Rows are added to an array of up to 512 MiB so, if
 they are not few beside its own.
 
-Source: the layouts of gathers and scatters of 2**8 to 2**20 rows of 2 to 64 numbers, compiled for v5e.
+Source: the layouts of gathers and scatters of 2**8 to 2**20 rows of 2 to 64 numbers, compiled for v5e, and the cycles
+that libtpu notes on copies of tables of 1,000 to 100,000 rows of 8 to 200 numbers.
 `tests/model/xla/test_rows.py` compiles some.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoshard.model.equations import is_computed
+from autoshard.model.equations import is_computed, is_single_lookup
 from autoshard.model.xla.backends import SCATTERS
 from autoshard.model.xla.operations import LEAST_LOOP_ROWS, is_loop_over_rows
 from autoshard.model.xla.tiles import RowsAndColumns, Tile, padded_size
@@ -27,7 +28,7 @@ _MOST_ROW_BYTES = 2**27  # of an array in rows that are padded to more than twic
 _MOST_BYTES_ADDED_TO = 2**29  # the same of an array that rows are added to; 1 GiB is not
 _FEW = 2**-5  # of its own rows, from which on they are not few; 2**-9 are
 _ROW_BYTES_IN_CHIP = 2**26  # such a copy lies in the chip; one of 2**27 does not
-_WRITTEN_SHARE = 0.27  # of what the copy takes: the chip's own memory takes in numbers as fast as it reads ever so many
+_WRITTEN_SHARE = 0.27  # of a copy in the chip's own memory: it is written so many times faster than memory copies
 _ALWAYS_PADDED = 2.0  # times its size to which a row is padded at most, where all arrays are copied
 
 
@@ -87,15 +88,16 @@ def lying_by_rows(program: Program) -> dict[int, RowsAndColumns]:
     return {one.outputs[0].id: RowsAndColumns((0, 1)) for one in made if dims_of_rows(one) == (1,)}
 
 
-def copied_bytes(operand: float, row: Sequence[int]) -> float:
+def copied_bytes(gather: Equation, shape: Sequence[int], itemsize: float) -> float:
     """Bytes of which memory could read as many and write as many while an array is copied so that it lies row by row.
 
     Args:
-        operand: bytes of the array on one device, as it lies elsewhere.
-        row: the dims of one of its rows there.
+        gather: what picks rows of the array. A single one it slices off the array as that lies.
+        shape: of the array on one device.
+        itemsize: bytes of an element.
     """
-    padding = _padding(row)
-    if padding == 1 or not _is_in_rows(operand * padding, padding):
+    padding, operand = _padding([shape[dim] for dim in dims_of_rows(gather)]), math.prod(shape) * itemsize
+    if is_single_lookup(gather) or padding == 1 or not _is_in_rows(operand * padding, padding):
         return 0.0
     return max(operand, operand * padding * _WRITTEN_SHARE)
 
