@@ -25,11 +25,10 @@ from autoshard.model.workspaces import PREPARED
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.cpu.breadth_first import ReadyPoints, ready_points
 from autoshard.model.xla.fusion import recomputation, scattered_values
-from autoshard.model.xla.gpu.library_kernels import ends_as_libraries_do
 from autoshard.model.xla.operations import beginning, joined_operands, runs_before_readers, stack_writer
-from autoshard.model.xla.products import multiplies_vector
 from autoshard.model.xla.sums import added_sums, hoisted_sums, late_products, read_once
-from autoshard.primitives import FlopRule, facts_of
+from autoshard.model.xla.units.product_ends import ending_products
+from autoshard.primitives import facts_of
 from autoshard.program import Equation, Program, Value
 from autoshard.propagation.halos import Reach, renamed
 from autoshard.propagation.projection import layout_of_factors
@@ -83,11 +82,11 @@ def groups_of(
     users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
     unneeded, late = _leading_to_results(program, groups, users)
     stacked = _stacked(groups, users)
-    ending = _ending_products(groups, readers, home, makers, backend)
     ends = _ends(groups, readers, home, len(program.equations))
     points, after_loops = _points(groups, ends), late_products(groups, users)
     stored, axes = needed_outside | scattered, (mesh or {}).values()
     again = recomputation(program, groups, users, stored, backend, axes, points)
+    ending = ending_products(groups, readers, home, makers, again.repeated, by_library=backend.operations.are_kernels)
     gone = [repeated and until is None for repeated, until in zip(again.repeated, again.lying, strict=True)]
     last = _last_runs(groups, users, points, gone)
     is_breadth_first = backend.runs_ready_first
@@ -158,30 +157,6 @@ def _joined(
             drafts.append(host)
         home[equation.index] = host
     return [_group_of(i, draft, readers, home, needed_outside) for i, draft in enumerate(reversed(drafts))]
-
-
-def _ending_products(
-    groups: Sequence[Group],
-    readers: _Readers,
-    home: Mapping[int, Group],
-    makers: Mapping[int, Group],
-    backend: Backend,
-) -> list[bool]:
-    """`Group.ends_product` of each group: what alone reads a product, and what reduces that or the product itself.
-
-    Libraries on GPU end products in few ways, and reduce none.
-    """
-    ends = [False] * len(groups)
-    by_library = backend.operations.are_kernels
-    for group in groups:
-        made_by = [(use.value.id, makers[use.value.id]) for use in group.uses if use.value.id in makers]
-        products = [value for value, maker in made_by if maker.contracts and not multiplies_vector(maker)]
-        if group.fuses:
-            alone = any(all(home[reader.index] is group for reader, _ in readers[one]) for one in products)
-            ends[group.index] = alone and (not by_library or ends_as_libraries_do(group.equations))
-        elif facts_of(group.equations[0].primitive).work is FlopRule.REDUCTION and not by_library:
-            ends[group.index] = bool(products) or any(ends[maker.index] for _, maker in made_by)
-    return ends
 
 
 def _is_copied(group: Group, needed_outside: Set[int], makers: Mapping[int, Group], repeated: Sequence[bool]) -> bool:

@@ -101,6 +101,11 @@ class Group:
         return self.is_recomputed and self.lies_until is None
 
     @property
+    def is_stored_by_product(self) -> bool:
+        """Whether the operation of a product stores what this makes of it, though readers compute on from it again."""
+        return self.is_recomputed and self.lies_until is not None and self.ends_product
+
+    @property
     def runs_beside(self) -> bool:
         """Whether it runs in the operation of an earlier group, which goes over the same array."""
         return bool(self.read_before)

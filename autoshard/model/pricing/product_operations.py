@@ -83,7 +83,7 @@ class ProductOperations:
             makes: the layouts of what it makes.
             finished: whether a collective finishes the result, so that it is stored whoever reads it.
         """
-        if group.is_recomputed:
+        if group.is_recomputed and not group.is_stored_by_product:
             return 0.0
         first, backend, none = group.equations[0], self.arrays.backend, np.zeros(1)
         written, elements, packed = none, none, none
@@ -106,6 +106,7 @@ class ProductOperations:
             read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), streaming_past=())
             apart = ~self._runs_in_product(group, wants)
             read = read + sum((self.arrays.sizes(use.value, want) * apart for use, want in made_here), start=none)
+            read = read + self.traffic.read_bytes(made_here, streaming_past=self.products)
         reduced = none
         if facts_of(first.primitive).work is FlopRule.REDUCTION:
             lies_nowhere = (

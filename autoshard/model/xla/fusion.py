@@ -162,7 +162,7 @@ def read_through(groups: Sequence[Group]) -> dict[int, tuple[Value, ...]]:
         if group.is_recomputed:
             read = itertools.chain(*(found.get(use.value.id, (use.value,)) for use in group.uses))
             made = {made.value.id: made.value for made in group.outputs}
-            if not group.fuses:  # a slice: its readers read as much as there is of it
+            if not group.fuses or group.is_stored_by_product:  # of a slice readers read as much as there is of it
                 found.update((id, (value,)) for id, value in made.items())
             else:
                 found.update(dict.fromkeys(made, tuple({value.id: value for value in read}.values())))
@@ -378,14 +378,16 @@ def _ends_of_softmaxes(
     """`Group.lies_until` of each group; for arguments see `recomputation`.
 
     Of a softmax of a product XLA for TPU stores what is exponentiated, in its own bits, although it is exponentiated
-    again in every reader. It stores the gradient that two products read. If that gradient is made of no product of the
-    softmax, as behind `jax.checkpoint`, one operation makes the gradient and the softmax, and both are stored. Where
-    the product is transposed before the softmax, or has more batch dims than samples and heads, it stores the product,
-    and computes all that comes after it again.
+    again in every reader. Where that is narrow numbers made wide and nothing else, it stores the narrow ones. It stores
+    the gradient that two products read. If that gradient is made of no product of the softmax, as behind
+    `jax.checkpoint`, one operation makes the gradient and the softmax, and both are stored. Where the product is
+    transposed before the softmax, or has more batch dims than samples and heads, it stores the product, and computes
+    all that comes after it again.
     """
     lying: list[int | None] = [None] * len(groups)
     apart: set[int] = set()  # values that are made elementwise of such a product
     exponents: dict[int, Group] = {}  # what is exponentiated -> the group that does
+    makers = {made.value.id: group for group in groups for made in group.outputs}
     for group in groups:
         if group.contracts and _batch_dims(group.equations[0]) > _MOST_BATCH_DIMS:
             apart.update(made.value.id for made in group.outputs)
@@ -397,7 +399,10 @@ def _ends_of_softmaxes(
         if turned or any(value.id in apart for value in wide):
             apart.update(one.value.id for one in group.outputs)
         elif repeated[group.index] and _is_normalised(group, users[group.index], and_read_again=True):
-            lying[group.index] = 0
+            narrow = {value.id: _widened_from(makers.get(value.id)) for value in wide}
+            stored = [makers[one.id] for one in narrow.values() if one is not None]
+            for one in stored or [group]:
+                lying[one.index] = 0 if repeated[one.index] else None
             exponents.update((one.value.id, group) for one in group.outputs)
         elif repeated[group.index] and len(wide) > 1 and _products(group, users, 2):
             softmax = next((exponents[value.id] for value in wide if value.id in exponents), None)
@@ -407,6 +412,15 @@ def _ends_of_softmaxes(
                     if repeated[one.index] and lying[one.index] is None and _feeds_products_first(one, group, users):
                         lying[one.index] = points[group.index] + 1
     return lying
+
+
+def _widened_from(group: Group | None) -> Value | None:
+    """What a group makes wider, and does nothing else with."""
+    if group is None or len(group.equations) > 1 or group.equations[0].primitive != "convert_element_type":
+        return None
+    (value,) = group.equations[0].inputs
+    is_narrow = isinstance(value, Value) and value.dtype.itemsize < group.outputs[0].value.dtype.itemsize
+    return value if is_narrow and not value.from_outside else None
 
 
 def _products(group: Group, users: Sequence[Sequence[Group]], least: int = 1) -> list[Group]:

@@ -13,6 +13,7 @@ from autoshard.model import grouping
 from autoshard.model.xla import backends
 from autoshard.model.xla.gpu import library_kernels
 from autoshard.model.xla.operations import KERNEL_SECONDS
+from autoshard.model.xla.units import product_ends
 
 TARGET = "h100:8"
 STATE, WEIGHTS = f32(64, 512), f32(512, 512)
@@ -31,11 +32,11 @@ def counts_no_turns(patch):
 
 
 def ends_as_on_tpu(patch):
-    patch.setattr(grouping, "ends_as_libraries_do", lambda equations: True)
+    patch.setattr(product_ends, "ends_as_libraries_do", lambda equations: True)
 
 
 def ends_in_nothing(patch):
-    patch.setattr(grouping, "ends_as_libraries_do", lambda equations: False)
+    patch.setattr(product_ends, "ends_as_libraries_do", lambda equations: False)
 
 
 def sums_at_once(patch):

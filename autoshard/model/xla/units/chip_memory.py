@@ -99,7 +99,9 @@ def stored_nowhere(groups: Sequence[Group]) -> frozenset[int]:
     for group in reversed(groups):
         for value in (made.value.id for made in group.outputs):
             ends[value] = value in readers and all(
-                all(ends[made.value.id] for made in user.outputs) if user.is_recomputed else user.ends_product
+                all(ends[made.value.id] for made in user.outputs)
+                if user.is_recomputed and not user.is_stored_by_product
+                else user.ends_product
                 for user in readers[value]
             )
     made = (one.value.id for group in groups if group.contracts or group.ends_product for one in group.outputs)

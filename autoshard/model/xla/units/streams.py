@@ -13,8 +13,8 @@ and int8, one to four operands and 0.5 to 64 MiB. `tests/model/xla/test_streams.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,13 +51,15 @@ class Streams:
     alone_bytes: float = math.inf  # of all arrays of an operation by itself that pass in one window
     alone_elements: float = math.inf  # of a window of such an operation, if one does not do
     alone_cycles: float = 0.0  # to start such a window
-    widened: frozenset[int] = frozenset()  # ids of values that are only the same in wider numbers
+    widened: Mapping[int, int] = field(
+        default_factory=dict
+    )  # id of what is only made wider -> that of what it is made of
 
     def counted(self, groups: Iterable[Group]) -> Streams:
         """The same for the groups of a program."""
-        return replace(
-            self, widened=frozenset(one.value.id for group in groups if group.widens for one in group.outputs)
-        )
+        widening = (group for group in groups if group.widens)
+        pairs = ((one.value.id, use.value.id) for group in widening for use in group.uses for one in group.outputs)
+        return replace(self, widened=dict(pairs))
 
     def counts(self, group: Group) -> bool:
         """Whether a group passes through the vector unit as streams, and nothing else decides what it takes."""
@@ -97,7 +99,7 @@ class Streams:
         if rest or first.primitive not in _SINGLE or any(value.dtype not in _WHOLE_TYPES for value in first.outputs):
             return False
         shapes = {value.shape if isinstance(value, Value) else None for value in first.inputs}
-        stored = (use.value.id not in recomputed or use.value.id in self.widened for use in group.uses)
+        stored = (self.widened.get(use.value.id, use.value.id) not in recomputed for use in group.uses)
         return len(shapes) == 1 and None not in shapes and all(stored)
 
     def seconds(
