@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.errors import ScheduleError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.pipeline.operations import OperationGraph, operation_graph
 from autoshard.pipeline.orders import Schedule, Task
 
 
+@checks_kinds("schedule")
 def validate(schedule: Schedule) -> None:
     """Checks that every task is there once, on its device, and that no device waits forever.
 
