@@ -313,7 +313,7 @@ def check_jit_keywords(keywords: Mapping[str, Any]) -> None:
     if unknown:
         hint = "\nShardings that arguments must have go into fixed=." if "in_shardings" in unknown else ""
         known = ", ".join(JIT_KEYWORDS)
-        raise ArgumentError(f"autoshard takes no {', '.join(unknown)}; of jax.jit it takes {known}{hint}")
+        raise ArgumentError(f"autoshard takes no {', '.join(map(str, unknown))}; of jax.jit it takes {known}{hint}")
     _check_kinds_for_jit(**keywords)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +80,12 @@ def in_problem(where, kind):
     return lambda **fields: Problem(**PROBLEM | {where: (kind(**fields),)})
 
 
+def in_schedule(**fields):
+    """A schedule by hand, which is checked before it runs."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    pipeline.validate(replace(SCHEDULE["schedule"], **given))
+
+
 def defaults_of(public, *left_out):
     """Its keywords as they are by default."""
     keywords = [one for one in inspect.signature(public).parameters.values() if one.kind is one.KEYWORD_ONLY]
@@ -113,6 +120,7 @@ CALLS = {  # name -> a public function, and arguments that it takes
     "Problem.read": (Problem.read, {"path": "problem.json"}),
     "Problem.restrict": (Problem(**PROBLEM).restrict, {"allowed": {0: [1]}}),
     "Problem.write": (Problem(**PROBLEM).write, {"path": "problem.json"}),
+    "Schedule": (in_schedule, {name: None for name in vars(SCHEDULE["schedule"]) if name not in ("name", "updates")}),
     "Topology": (Topology, CHIP | {"host_bandwidth": None, "cache": None, "uneven": (), "machine": None}),
     "Topology.check": (MACHINE.check, {"mesh_shape": {"data": 4}}),
     "Topology.load": (Topology.load, {"path": "topology.json"}),

@@ -80,6 +80,9 @@ def conv(
     strides, spread, dilation = (
         (1,) * spatial if one is None else tuple(map(int, one)) for one in (window_strides, lhs_dilation, rhs_dilation)
     )
+    for name, one in (("window_strides", strides), ("lhs_dilation", spread), ("rhs_dilation", dilation)):
+        if len(one) != spatial or min(one, default=1) < 1:
+            raise ArgumentError(f"{name}={one}; 1 or more is needed for each of {spatial} spatial dims")
     plain = functools.partial(
         lax.conv_general_dilated,
         window_strides=strides,
