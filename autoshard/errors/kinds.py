@@ -100,6 +100,10 @@ def is_of_kind(value: Any, kind: Any) -> bool:
     >>> is_of_kind(np.int64(3), int), is_of_kind(True, int), is_of_kind({"x": 2.0}, dict[str, int])
     (True, False, False)
     """
+    if kind is Any or type(value) is kind:
+        return True
+    if isinstance(kind, type):
+        return _is_of_type(value, kind)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in _UNIONS:
         return any(is_of_kind(value, one) for one in inner)
@@ -120,12 +124,16 @@ def is_of_kind(value: Any, kind: Any) -> bool:
             return True
         is_set = isinstance(value, collections.abc.Set | collections.abc.Mapping)
         return (_is_several(value) or is_set) and _all_of_kind(value, inner[0])
+    return True  # a type variable, which any type may be
+
+
+def _is_of_type(value: Any, kind: type) -> bool:
     if kind is bool:
         return isinstance(value, bool | np.bool_)
     if kind in (int, float):
         whole = numbers.Integral if kind is int else numbers.Real
         return isinstance(value, whole) and not isinstance(value, bool)
-    return kind in (Any, inspect.Parameter.empty) or not isinstance(kind, type) or isinstance(value, kind)
+    return isinstance(value, kind)
 
 
 def _all_of_kind(values: Iterable[Any], kind: Any) -> bool:
