@@ -11,9 +11,17 @@ from typing import Any, Literal, overload
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from autoshard.compiled.verification import Verification, compiled, mesh_of, verification, without_dropped
+from autoshard.compiled.verification import (
+    Verification,
+    compiled,
+    mesh_of,
+    verification,
+    verification_of_wrapped,
+    without_dropped,
+)
 from autoshard.decorated import Parameters, Result, ShardedFunction
 from autoshard.errors import ArgumentError, AutoshardError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.layout import spec_of
 from autoshard.mesh.topology import Topology
 from autoshard.meshes.mesh_function import MeshChoosingFunction
@@ -110,6 +118,7 @@ def autoshard(
 
 
 @shows_users_lines
+@checks_kinds("pad", "like", "plan")
 def autoshard(
     fn: Callable[..., Any] | None = None,
     *,
@@ -229,20 +238,17 @@ def autoshard(
     if mesh is None and isinstance(like, Plan):
         mesh = like.typed_mesh
     meshes: list[Any] = [mesh]
-    if mesh == "auto":
+    if isinstance(mesh, str) and mesh == "auto":
         place = DevicePlace.of(topology)
         topology = place.machine
         planned = plan if plan is not None else like
         meshes = place.meshes(axes_in(fixed, tactics)) if planned is None else [place.mesh(_mesh_shape_of(planned))]
     check_jit_keywords(jit_keywords)
-    if pad not in PADDED_FUNCTIONS:
-        raise ArgumentError(f"pad={pad!r}; 'auto', 'batch' or None is needed")
-    common_options: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
-    common_options |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
-    common_options |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
-    common_options |= {"rewrites": rewrites, "reductions": reductions, "statistics": statistics}
-    all_options = [options_of(one, **common_options) for one in meshes]
-    options = all_options[0]
+    common: dict[str, Any] = {"memory": memory, "topology": topology, "fixed": fixed, "time_limit": time_limit}
+    common |= {"cache": cache, "refine": refine, "ignore_constraints": ignore_constraints, "trips": trips}
+    common |= {"microbatches": microbatches, "remat": remat, "search": search, "tactics": tactics}
+    common |= {"rewrites": rewrites, "reductions": reductions, "statistics": statistics}
+    options, *_ = all_options = [options_of(one, **common) for one in meshes]
     is_automatic = isinstance(pipeline, str) and pipeline == "auto"
     request = None if is_automatic else PipelineRequest.of(pipeline)
     if pipeline is not None:
@@ -283,6 +289,8 @@ def _given_plan(plan: Plan | str | Path | None, mesh: Mesh | AbstractMesh) -> Pl
     return plan.on(mesh) if isinstance(plan, Plan) else None if plan is None else Plan.load(plan, mesh)
 
 
+@shows_users_lines
+@checks_kinds("fn", "kwargs")
 def plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -333,6 +341,7 @@ def plan(
 
 
 @shows_users_lines
+@checks_kinds("fn", "kwargs")
 def evaluate(
     fn: Callable[..., Any],
     *args: Any,
@@ -388,6 +397,7 @@ def evaluate(
 
 
 @shows_users_lines
+@checks_kinds("fn", "mesh", "kwargs")
 def verify(
     fn: Callable[..., Any],
     *args: Any,
@@ -421,7 +431,7 @@ def verify(
         raise ArgumentError(f"{fn!r} is not jitted; give verify jax.jit(fn, ...) or autoshard(fn, ...)")
     lowered = lower(*args, **kwargs)
     if not isinstance(lowered, jax.stages.Lowered):
-        return _verification_of_wrapped(fn, lowered, mesh or mesh_of((args, kwargs)))
+        return verification_of_wrapped(fn, lowered, mesh or mesh_of((args, kwargs)))
     found = compiled(lowered, mesh or mesh_of((args, kwargs, lowered.out_info)))
     try:
         in_shardings, _ = found.program.input_shardings
@@ -447,17 +457,8 @@ def verify(
     return verification(prediction, found)
 
 
-def _verification_of_wrapped(fn: Callable[..., Any], lowered: Any, mesh: Mesh) -> Verification:
-    """What `nnx.jit` or `eqx.filter_jit` compiles. They take arguments apart, so that nothing is predicted of these."""
-    inner = getattr(lowered, "lowered", None)
-    if not isinstance(inner, jax.stages.Lowered):
-        raise ArgumentError(f"{fn!r} does not lower to a program of JAX; give verify jax.jit(fn, ...)")
-    found = compiled(inner, mesh)
-    why = f"{type(fn).__module__.split('.')[0]} takes its arguments apart. Give verify autoshard(fn, ...) instead"
-    return verification(None, found, unpredicted=why)
-
-
 @shows_users_lines
+@checks_kinds("fn", "kwargs")
 def propagate(
     fn: Callable[..., Any],
     *args: Any,

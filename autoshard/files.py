@@ -9,10 +9,13 @@ import secrets
 import stat
 from pathlib import Path
 
+from autoshard.errors.kinds import checks_kinds
+
 PART = ".part"  # how the name of a file ends that is being written
 ABANDONED = 3600.0  # s, after which such a file is taken for one that a process left when it ended
 
 
+@checks_kinds()
 def write_whole(path: str | Path, text: str) -> None:
     """Writes a file beside its place and then moves it there, so that a reader finds all of it or what was there.
 

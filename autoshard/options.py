@@ -6,15 +6,16 @@ import math
 import numbers
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from autoshard.errors import ArgumentError, MeshError, SolverError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.layout import Layout, with_auto_axes
 from autoshard.mesh.presets import topology as preset
 from autoshard.mesh.targets import target_mesh
@@ -105,6 +106,7 @@ class Options:
         return tuple(way for way, is_open in ways.items() if is_open)
 
 
+@checks_kinds("remat", "reductions", "statistics")
 def options_of(
     mesh: Any,
     *,
@@ -117,12 +119,12 @@ def options_of(
     ignore_constraints: Any = False,
     trips: Any = None,
     microbatches: Any = None,
-    remat: Any = None,
+    remat: Literal["auto"] | None = None,
     search: Any = None,
     tactics: Any = (),
     rewrites: Any = None,
-    reductions: Any = None,
-    statistics: Any = None,
+    reductions: Literal["auto"] | None = None,
+    statistics: Literal["microbatch"] | None = None,
 ) -> Options:
     """The options as a user writes them, checked and with their defaults.
 
@@ -183,12 +185,12 @@ def options_of(
         memory is not None,
         microbatches=_count(microbatches),
         given_topology=given_topology,
-        remat=_remat(remat),
+        remat=remat,
         search=_search(search, cache),
         tactics=tactics,
         rewrites=_rewrites(rewrites),
-        reductions=_reductions(reductions),
-        statistics=_statistics(statistics),
+        reductions=reductions,
+        statistics=statistics,
     )
 
 
@@ -226,18 +228,6 @@ def _tactics(tactics: Any) -> tuple[TacticLike, ...]:
     return tuple(given)
 
 
-def _reductions(reductions: Any) -> str | None:
-    if reductions not in (None, "auto"):
-        raise ArgumentError(f"reductions={reductions!r}; 'auto' or None is needed")
-    return "auto" if reductions == "auto" else None
-
-
-def _statistics(statistics: Any) -> str | None:
-    if statistics not in (None, "microbatch"):
-        raise ArgumentError(f"statistics={statistics!r}; 'microbatch' or None is needed")
-    return "microbatch" if statistics == "microbatch" else None
-
-
 def _rewrites(rewrites: Any) -> tuple[str, ...]:
     """Names of laws, in the order in which they were registered.
 
@@ -246,7 +236,7 @@ def _rewrites(rewrites: Any) -> tuple[str, ...]:
     """
     if rewrites is None:
         return ()
-    named = list(REWRITES) if rewrites == "auto" else rewrites
+    named = list(REWRITES) if isinstance(rewrites, str) and rewrites == "auto" else rewrites
     if not isinstance(named, list | tuple) or not all(isinstance(one, str) and one in REWRITES for one in named):
         raise ArgumentError(
             f"rewrites={rewrites!r}; 'auto', None or a list of names of autoshard.rewrites.REWRITES is needed:"
@@ -276,12 +266,6 @@ def is_whole_number(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether a value says how much: as `is_whole_number`, with fractions."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _remat(remat: Any) -> str | None:
-    if remat not in (None, "auto"):
-        raise ArgumentError(f"remat={remat!r}; 'auto' or None is needed")
-    return "auto" if remat == "auto" else None
 
 
 def _folder(path: str | Path) -> Path:
@@ -322,13 +306,28 @@ def _devices(mesh: Mesh | AbstractMesh, machine: str | None) -> Mesh:
 def check_jit_keywords(keywords: Mapping[str, Any]) -> None:
     """
     Raises:
-        ArgumentError: some keyword is neither autoshard's nor one of `jax.jit` that makes sense here.
+        ArgumentError: some keyword is neither autoshard's nor one of `jax.jit` that makes sense here, or is of the
+            wrong kind.
     """
     unknown = sorted(keywords.keys() - set(JIT_KEYWORDS))
     if unknown:
         hint = "\nShardings that arguments must have go into fixed=." if "in_shardings" in unknown else ""
         known = ", ".join(JIT_KEYWORDS)
-        raise ArgumentError(f"autoshard takes no {', '.join(unknown)}; of jax.jit it takes {known}{hint}")
+        raise ArgumentError(f"autoshard takes no {', '.join(map(str, unknown))}; of jax.jit it takes {known}{hint}")
+    _check_kinds_for_jit(**keywords)
+
+
+@checks_kinds()
+def _check_kinds_for_jit(
+    *,
+    static_argnums: int | Iterable[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Iterable[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    keep_unused: bool = False,
+    compiler_options: Mapping[str, bool | float | str] | None = None,
+) -> None:
+    """The keywords are of the kinds that `jax.jit` takes."""
 
 
 def check_fits(fn: Callable[..., Any], jit_keywords: Mapping[str, Any]) -> None:

@@ -248,7 +248,7 @@ class Plan(PlanData):
         try:
             content = from_text(text)
             kind = next((one for one in Plan.__subclasses__() if one.reads(content)), Plan)
-            return kind.of_content(content, mesh, printable(where))
+            return kind.of_content(content, mesh, printable(str(where)))
         except (ValueError, RecursionError) as error:
             raise PlanError(_unreadable(where, error)) from error
 
@@ -282,7 +282,7 @@ class Plan(PlanData):
             raise PlanError(
                 f"there is no golden plan {path}.\nplan.save({str(path)!r}) writes it; commit it."
             ) from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, TypeError) as error:
             raise PlanError(_unreadable(str(path), error)) from error
         changes = changes_of(Plan.loads(text, _mesh_in(text, str(path)), where=str(path)), self)
         if changes:

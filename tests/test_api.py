@@ -712,6 +712,7 @@ def swapped(state):
 
 AB = {"a": np.ones(8), "b": np.ones(8)}
 REFERENCE = jax.new_ref(jnp.ones(8))
+TYPED_REFERENCE = jax.new_ref(jax.device_put(jnp.ones(8), NamedSharding(jax.make_mesh((4, 2), ("x", "y")), P())))
 
 
 class Pair(HiType):
@@ -757,10 +758,12 @@ BAD_CALLS = {
     "an object by keyword": ({}, lambda x, *, config=object: x, (BATCH, {"config": AB.items()}), ArgumentError,
         "config is dict_items("),
     "a reference to an array": ({}, lambda r: r[...], (jax.new_ref(jnp.ones(8)),), ArgumentError,
-        "what changes under the step has no layout that a plan could keep.\nPass the array"),
+        "is a Ref{float32[8]}: a reference stays where it lies, whatever a plan says.\nPass the array"),
     "a type of the user's own": ({}, lambda x: x, (PairOfArrays(),), ArgumentError, "which is no array.\nMake its"),
     "a reference elsewhere": ({}, lambda x: x + REFERENCE[...], (jnp.ones(8),), MeshError,
-        "closes over Ref([1., 1., 1., 1., 1., 1., 1., 1.], dtype=float32) on devices [0].\nMake it there: jax.new_ref"),
+        "closes over a Ref{float32[8]} on devices [0].\nMake it there: jax.new_ref"),
+    "a reference of explicit mode": ({}, lambda x: x + TYPED_REFERENCE[...], (jnp.ones(8),), MeshError,
+        "closes over a Ref{float32[8]}: its type is of explicit mode, and a reference keeps its type.\nMake it on"),
     "an unhashable static argument": ({"static_argnums": 0}, lambda n: n, ([1],), ArgumentError,
         "static arguments must be hashable, as for jax.jit: unhashable type: 'list'"),
 }  # fmt: skip
@@ -775,6 +778,13 @@ def test_errors_of_a_call(case):
     with pytest.raises(error) as caught:
         decorated(*(args[:-1] if kwargs else args), **kwargs)
     assert text in str(caught.value)
+
+
+def test_what_a_reference_holds_is_passed_as_its_error_says():
+    reference = jax.new_ref(jnp.ones(8))
+    new = sharded(lambda x: 2 * x)(reference[...])
+    reference[...] = jax.device_put(new, reference.sharding)
+    np.testing.assert_array_equal(reference[...], np.full(8, 2))
 
 
 BAD_OPTIONS = [

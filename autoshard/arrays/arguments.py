@@ -115,8 +115,9 @@ def not_an_array(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Argume
     for place, (path, leaf) in enumerate(found):
         if isinstance(leaf, jax.Ref):
             return ArgumentError(
-                f"{slashed(path)} is {_shown(leaf)}: what changes under the step has no layout that a plan could keep."
-                "\nPass the array, return the new one and write it back: ref[...] = step(ref[...])."
+                f"{slashed(path)} is a {jax.typeof(leaf)}: a reference stays where it lies, whatever a plan says."
+                "\nPass the array, and return the new one: new = step(ref[...]). To write it back where the reference "
+                "lies: ref[...] = jax.device_put(new, ref.sharding)."
             )
         if not (_is_hashable(leaf) if place in static else _has_type(leaf)):
             return ArgumentError(

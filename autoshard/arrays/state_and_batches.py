@@ -128,6 +128,10 @@ def shard_batch(plan: PlanData, batch: Any) -> Any:
     static = static_places(structure, [leaf for _, leaf in leaves])
     found = [one for i, one in enumerate(leaves) if i not in static]
     arrays = [leaf if isinstance(leaf, jax.Array) else np.asarray(leaf) for _, leaf in found]
+    if not arrays:
+        raise ArgumentError(
+            f"shard_batch of {type(batch).__name__}: it holds no array.\nPass arrays as {plan.name} takes them."
+        )
     wanted = [
         Leaf(keys_of(path), tuple(array.shape), str(_canonical(array.dtype)))
         for (path, _), array in zip(found, arrays, strict=True)

@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from autoshard.compiled.collectives import equation_of, peak_bytes, read_collectives, source_lines
 from autoshard.compiled.schedule import CompiledSchedule, schedule_of
-from autoshard.errors import MeshError
+from autoshard.errors import ArgumentError, MeshError
 from autoshard.layout import local_shape
 from autoshard.mesh.chips import chip_of
 from autoshard.mesh.collectives import Collective
@@ -157,6 +157,16 @@ def verification(predicted: Prediction | None, found: CompiledProgram, *, unpred
         predicted_seconds=predicted.comparable_seconds if predicted else 0.0,
         schedule=found.schedule,
     )
+
+
+def verification_of_wrapped(fn: Callable[..., Any], lowered: Any, mesh: Mesh) -> Verification:
+    """What `nnx.jit` or `eqx.filter_jit` compiles. They take arguments apart, so that nothing is predicted of these."""
+    inner = getattr(lowered, "lowered", None)
+    if not isinstance(inner, jax.stages.Lowered):
+        raise ArgumentError(f"{fn!r} does not lower to a program of JAX; give verify jax.jit(fn, ...)")
+    found = compiled(inner, mesh)
+    why = f"{type(fn).__module__.split('.')[0]} takes its arguments apart. Give verify autoshard(fn, ...) instead"
+    return verification(None, found, unpredicted=why)
 
 
 def without_dropped(predicted: Prediction, found: CompiledProgram, arguments: Sequence[PlacedArray]) -> Prediction:

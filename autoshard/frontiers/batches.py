@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.tree_util import PyTreeDef
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.frontiers.traced_step import FrontierStep
 from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.topology import Topology
@@ -58,6 +59,7 @@ class LargestBatch:
 
 
 @shows_users_lines
+@checks_kinds("kwargs")
 def largest_batch(
     fn: Callable[..., Any],
     *args: Any,

@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError, of_least_need
+from autoshard.errors.kinds import checks_kinds
 from autoshard.frontiers.traced_variants import FrontierVariants
 from autoshard.mesh.chips import CHIPS
 from autoshard.options import half_of_time, is_whole_number
@@ -22,6 +23,7 @@ _HOST = 8  # devices of one host, of chips that no torus joins
 
 
 @shows_users_lines
+@checks_kinds("chip", "kwargs")
 def fewest_devices(
     fn: Callable[..., Any],
     *args: Any,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import MemoryLimitError, MissingPackageError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.options import bytes_of
 from autoshard.report.html.page import sections_html
 from autoshard.report.section import Bytes, Column, Phrase, Seconds, Section, Share
@@ -62,6 +63,7 @@ class Frontier:
             needed=least,
         )
 
+    @checks_kinds()
     def limit_of(self, plan: Plan) -> int:
         """The smallest memory limit that a plan fits in, in bytes per device."""
         return math.ceil(plan.predicted.peak_bytes / self.usable)

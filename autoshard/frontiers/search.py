@@ -18,6 +18,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.errors import ArgumentError, MemoryLimitError, SolverError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.frontiers.plans import Frontier
 from autoshard.frontiers.traced_step import FrontierStep
 from autoshard.frontiers.traced_variants import FrontierVariants
@@ -38,6 +39,7 @@ _CLOSE_PEAK_RATIO = 1.02  # ratio of peaks of two neighbours between which no th
 
 
 @shows_users_lines
+@checks_kinds("kwargs")
 def frontier(
     fn: Callable[..., Any],
     *args: Any,

@@ -18,6 +18,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from autoshard.errors import MeshError
 from autoshard.jaxprs import (
     CONSTRAINTS,
     CUSTOM,
@@ -114,6 +115,11 @@ class Emitter:
         """An array on Auto axes, whatever its type says."""
         if type_sharding(jax.typeof(array)) is None:
             return array
+        if isinstance(array, jax.Ref):
+            raise MeshError(
+                f"{self.program.name} closes over a {jax.typeof(array)}: its type is of explicit mode, and a reference "
+                "keeps its type.\nMake it on a mesh of Auto axes: jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
+            )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
 

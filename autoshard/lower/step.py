@@ -165,8 +165,8 @@ def _elsewhere(program: Program, mesh: Mesh | AbstractMesh, error: ValueError) -
     for ref in (constant for constant in program.jaxpr.consts if isinstance(constant, jax.Ref)):
         if (devices := sorted(device.id for device in ref.sharding.device_set)) != ours:
             return (
-                f"{program.name} runs {where}, but closes over {ref!r} on devices {devices}.\n"
-                "Make it there: jax.new_ref(jax.device_put(array, NamedSharding(mesh, PartitionSpec())))."
+                f"{program.name} runs {where}, but closes over a {jax.typeof(ref)} on devices {devices}.\n"
+                "Make it there: jax.new_ref(jax.device_put(array, NamedSharding(mesh, PartitionSpec()))), on Auto axes."
             )
     context = jax.sharding.get_mesh()
     if not context.empty and {device.id for device in context.devices.flat} != set(ours):

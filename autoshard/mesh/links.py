@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.errors import MeshError
+from autoshard.errors.kinds import check_fields
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Link:
     parts: tuple[tuple[int, Link], ...] = ()  # (devices, link) of each, if the axis runs over several; see `join`
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not self.latency >= 0:
             raise MeshError(f"a link's latency is seconds, at least 0, not {self.latency!r}")
         if not self.bandwidth > 0:
@@ -92,5 +94,6 @@ class Cache:
     bandwidth: float  # bytes/s
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not (self.bytes > 0 and self.bandwidth > 0):
             raise MeshError(f"a cache has bytes and bytes/s, more than 0, not {self.bytes!r} and {self.bandwidth!r}")

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from autoshard.errors import MeshError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.mesh.chips import CHIPS
 
 _NAME = re.compile(r"(?:(\d+)\s*x\s*)?(?:tpu\s*)?([a-z0-9]+):(\d+(?:x\d+)*)")
@@ -41,6 +42,7 @@ def is_machine(words: str) -> bool:
     return _NAME.fullmatch(words.strip().lower()) is not None
 
 
+@checks_kinds()
 def parse_machine(name: str) -> Machine:
     """What the name of a machine says.
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.errors import MeshError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.layout import MeshShape
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.machines import parse_machine
@@ -17,6 +18,7 @@ from autoshard.mesh.placement import parts_of_machine
 from autoshard.mesh.topology import Topology
 
 
+@checks_kinds("axes")
 def topology(
     name: str,
     axes: MeshShape | None = None,

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from autoshard.errors import MeshError, warn
+from autoshard.errors import ArgumentError, MeshError, warn
+from autoshard.errors.kinds import check_fields, checks_kinds
 from autoshard.files import write_whole
 from autoshard.layout import MeshShape
 from autoshard.mesh.chips import CHIPS, Chip, chip_of
@@ -50,6 +51,7 @@ class Topology:
     machine: str | None = None  # the name that it was made from, whose compiler counts on a mesh without devices
 
     def __post_init__(self) -> None:
+        check_fields(self)
         object.__setattr__(self, "links", dict(self.links))
         object.__setattr__(self, "flops", {dtype: float(rate) for dtype, rate in self.flops.items()})
         numbers = {"memory_bytes": self.memory_bytes, "memory_bandwidth": self.memory_bandwidth}
@@ -89,6 +91,7 @@ class Topology:
                 return self.flops[known]
         return min(self.flops.values())
 
+    @checks_kinds()
     def with_positions(self, axis: str, *, speeds: Sequence[float] = (), memories: Sequence[float] = ()) -> Topology:
         """The same machine with devices along an axis that are not alike.
 
@@ -167,6 +170,7 @@ class Topology:
         rates = dict.fromkeys(self.flops, math.inf)
         return replace(self, memory_bandwidth=math.inf, flops=rates, cache=None)
 
+    @checks_kinds()
     def check(self, mesh_shape: MeshShape) -> None:
         """Checks that the topology has what a mesh needs.
 
@@ -186,6 +190,7 @@ class Topology:
             if linked != size:
                 raise MeshError(f"mesh axis {axis!r} has {size} devices, its link in the topology {linked}")
 
+    @checks_kinds()
     def save(self, path: str | Path) -> None:
         """Writes the topology as JSON, to be committed or loaded again.
 
@@ -195,6 +200,7 @@ class Topology:
         write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
+    @checks_kinds()
     def load(cls, path: str | Path) -> Topology:
         """Reads what `save` wrote.
 
@@ -214,6 +220,7 @@ class Topology:
             ) from error
 
     @classmethod
+    @checks_kinds("path", "progress")
     def measure(cls, mesh: Mesh, *, path: str | Path | None = None, progress: bool = True) -> Topology:
         """The machine under a mesh, timed: collectives over each axis, matmuls, passes over memory.
 
@@ -249,6 +256,8 @@ class Topology:
         if isinstance(mesh, AbstractMesh):
             chip = CHIPS["v5e"]
             return cls.of_chip(chip, {axis: [(size, chip.link)] for axis, size in mesh.shape.items()})
+        if not hasattr(mesh, "devices"):
+            raise ArgumentError(f"mesh={mesh!r}; a Mesh or an AbstractMesh is needed, as jax.make_mesh gives")
         kind = mesh.devices.flat[0].device_kind
         known = chip_of(kind)
         if known is None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard.errors import MeshError
+from autoshard.errors.kinds import check_fields
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Unevenness:
     memories: tuple[float, ...] = ()  # bytes, relative to one another; empty: alike
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("speeds", "memories"):
             factors = tuple(map(float, getattr(self, name)))
             object.__setattr__(self, name, factors)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from autoshard.errors import ArgumentError, RuleError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.operations.closures import closure_digest
 from autoshard.operations.primitive import Batched, bind
 from autoshard.operations.split import CallSplit
@@ -113,6 +114,7 @@ class Operation:
                 ) from error
         return bind(self, arrays, static)
 
+    @checks_kinds()
     def implementation(
         self,
         *,
@@ -312,6 +314,7 @@ def _wanted(gradients: Any, inputs: Sequence[Any], wrt: tuple[int, ...]) -> tupl
     return tuple(by_operand[i] for i in wrt)
 
 
+@checks_kinds()
 def operation(
     notation: str,
     *,

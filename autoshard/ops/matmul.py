@@ -23,6 +23,7 @@ from autoshard.errors import ArgumentError
 from autoshard.operations.operation import operation
 from autoshard.operations.split import CallSplit
 from autoshard.operations.sums import wide
+from autoshard.ops.operands import arrays_of
 
 RING = "ring"
 
@@ -45,7 +46,7 @@ def matmul(lhs: Any, rhs: Any) -> jax.Array:
     >>> matmul(jnp.ones((2, 4, 3)), jnp.ones((3, 5))).shape
     (2, 4, 5)
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = arrays_of(lhs=lhs, rhs=rhs)
     if lhs.ndim < 2 or rhs.ndim != 2 or lhs.shape[-1] != rhs.shape[0]:
         raise ArgumentError(f"matmul takes [..., M, K] and [K, N], not {lhs.shape} and {rhs.shape}")
     dtype = jnp.result_type(lhs, rhs)

@@ -24,6 +24,7 @@ from autoshard.errors import ArgumentError
 from autoshard.operations.operation import operation
 from autoshard.operations.split import CallSplit
 from autoshard.operations.sums import scattered_sum
+from autoshard.ops.operands import arrays_of
 
 ROLE = "experts"
 
@@ -47,12 +48,14 @@ def ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
     >>> ragged_dot(jnp.ones((4, 2)), jnp.ones((2, 2, 3)), jnp.array([1, 3])).shape
     (4, 3)
     """
-    lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
+    lhs, rhs, group_sizes = arrays_of(lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     shapes = f"rows {lhs.shape}, matrices {rhs.shape} and group sizes {group_sizes.shape}"
     if (lhs.ndim, rhs.ndim, group_sizes.ndim) != (2, 3, 1):
         raise ArgumentError(f"ragged_dot takes [M, K], [G, K, N] and [G], not {shapes}")
     if lhs.shape[1] != rhs.shape[1] or rhs.shape[:1] != group_sizes.shape:
         raise ArgumentError(f"{shapes} do not fit: ragged_dot takes [M, K], [G, K, N] and [G]")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ArgumentError(f"group_sizes is {group_sizes.dtype}; integers are needed, one a group")
     made: jax.Array = ragged_operation(lhs, rhs, group_sizes, jnp.arange(lhs.shape[0], dtype=group_sizes.dtype))
     return made
 

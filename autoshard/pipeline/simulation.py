@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.pipeline.amounts import Amount, Transfer, between_devices, is_number, per_task
 from autoshard.pipeline.memory import Size, part_of_stage, peaks
 from autoshard.pipeline.operations import OperationGraph
@@ -23,6 +24,7 @@ class Durations:
     of_task: Callable[[Task], float]
 
 
+@checks_kinds("schedule")
 def simulate(
     schedule: Schedule,
     forward: Amount = 1.0,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.errors import ScheduleError
+from autoshard.errors.kinds import check_fields, checks_kinds
 from autoshard.pipeline.operations import OperationGraph, operation_graph
 from autoshard.pipeline.orders import Schedule, Task
 
 
+@checks_kinds("schedule")
 def validate(schedule: Schedule) -> None:
     """Checks that every task is there once, on its device, and that no device waits forever.
 
@@ -23,9 +25,13 @@ def validate(schedule: Schedule) -> None:
 
 def checked_graph(schedule: Schedule, *, fuse: bool = False) -> OperationGraph:
     """The operations of a schedule that has every task once, on its device. Devices may still wait forever."""
-    _check_shape(schedule)
-    _check_tasks(schedule)
-    _check_groups(schedule)
+    try:
+        _check_shape(schedule)
+        _check_tasks(schedule)
+        _check_groups(schedule)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        check_fields(schedule)
+        raise
     return operation_graph(schedule, fuse=fuse)
 
 

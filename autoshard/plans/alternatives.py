@@ -26,6 +26,7 @@ so that its cheapest choice is found in half a second. It is the plan then, wher
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -53,7 +54,8 @@ from autoshard.tactics.roles import batch_dim
 
 PLANNED_ROW = "inner layouts planned"  # the second row of an alternative has its name and this
 _EQUAL_SHARE = 0.001  # of the step's seconds; two alternatives that differ by less count as equally fast
-_SECONDS_PAST_LIMIT = 2.0  # s, which the search for data parallelism may take past the time limit; it takes half a one
+_WORK_PAST_LIMIT = 4.0  # s of work for the search for data parallelism past the time limit; 5,000 nodes take 1.4
+_SECONDS_PAST_LIMIT = 10.0  # s, which a busy machine may take for this work
 _SECONDS_PER_ROW = 10.0  # s, the limit of the search of one alternative; few choices remain, so it rarely takes 1 s
 
 Allowed = Mapping[int, list[int]]  # node -> options
@@ -354,7 +356,8 @@ def _data_parallel(formulation: Formulation, limit: float) -> Solution | None:
     try:
         problem = _AlternativeProblems(formulation).data_parallel()
         small, options = _allowed(problem.restrict(_copies_in_a_row(formulation)))
-        solution = solve(small, time_limit=_SECONDS_PAST_LIMIT)
+        budget = Budget(_WORK_PAST_LIMIT, time.monotonic() + _SECONDS_PAST_LIMIT)
+        solution = solve(small, time_limit=_SECONDS_PAST_LIMIT, budget=budget)
     except (_AbsentError, SolverError):
         return None
     choice = tuple(int(kept[option]) for kept, option in zip(options, solution.choice, strict=True))

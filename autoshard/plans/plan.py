@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.errors import ArgumentError, PlanError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.jaxprs import HOST
 from autoshard.layout import Layout, spec_of, with_auto_axes, with_axis_types
 from autoshard.plans.activations import Activation
@@ -212,6 +213,7 @@ def _dtype(name: str) -> Any:
     return known[name]
 
 
+@checks_kinds("mesh")
 def check_mesh(planned: Mapping[str, int], mesh: Mesh | AbstractMesh, what: str) -> None:
     """Raises PlanError unless the mesh has the axes of the plan."""
     if list(planned.items()) != list(mesh.shape.items()):

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from autoshard.errors import RuleError, warn
+from autoshard.errors import ArgumentError, RuleError, warn
+from autoshard.errors.kinds import checks_kinds
 from autoshard.jaxprs import JaxprEqn, call_name
 from autoshard.program import Equation
 from autoshard.propagation.rule import KEPT_RULES, Rule, Shape, names_of, whole
@@ -51,6 +52,7 @@ def has_rule_in_jit(equation: JaxprEqn) -> bool:
     return equation.primitive.name != "operation" and has_rule(equation)
 
 
+@checks_kinds()
 def register_rule(
     primitive: Any,
     notation: str,
@@ -93,8 +95,11 @@ def register_rule(
         except RuleError as error:
             raise RuleError(f"the rule registered for {equation}: {error}") from error
 
+    name = getattr(primitive, "name", primitive)
+    if not isinstance(name, str):
+        raise ArgumentError(f"primitive={primitive!r}; a JAX primitive or its name is needed")
     Rule.check_notation(notation, **keywords)
-    rule(getattr(primitive, "name", primitive))(rule_of_equation)
+    rule(name)(rule_of_equation)
 
 
 def rule_of(equation: Equation) -> Rule:

@@ -194,12 +194,12 @@ class Replanner:
             raise ArgumentError(f"what_if takes no {', '.join(unknown)}; it takes {', '.join(sorted(known))}")
         old = self.options
         asked = options_of(
-            wish.get("mesh") or old.given_mesh,
+            old.given_mesh if wish.get("mesh") is None else wish["mesh"],
             memory=wish.get("memory"),
-            topology=wish.get("topology") or _topology_for(wish.get("mesh"), old),
+            topology=_topology_for(wish.get("mesh"), old) if wish.get("topology") is None else wish["topology"],
             fixed=wish.get("fixed"),
             time_limit=old.time_limit if wish.get("time_limit") is None else wish["time_limit"],
-            tactics=wish.get("tactics") or (),
+            tactics=() if wish.get("tactics") is None else wish["tactics"],
         )
         is_moved = wish.get("mesh") is not None or wish.get("topology") is not None
         if is_moved and self.program.types is not None and dict(asked.mesh.shape) != dict(old.mesh.shape):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.jaxprs import JaxprEqn, Var, aval_of
 from autoshard.rewrites.graph import BodyGraph
 from autoshard.rewrites.product import Atom
@@ -50,6 +51,7 @@ REWRITES: dict[str, Rewrite] = {}
 """The laws by name, in the order in which they were registered."""
 
 
+@checks_kinds()
 def register(name: str, law: str) -> Callable[[Callable[[BodyGraph], Iterable[Match]]], Rewrite]:
     """Makes a function that finds places the rewrite of this name. `rewrites="auto"` tries it from then on.
 

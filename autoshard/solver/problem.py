@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from autoshard.errors import SolverError
+from autoshard.errors.kinds import check_fields, checks_kinds
 from autoshard.solver import contest
 from autoshard.solver.runtime.garbage_collection import uncollected
 
@@ -112,7 +113,13 @@ class Problem:
 
     def __post_init__(self, checked: bool) -> None:
         if not checked:
-            _validate(self)
+            try:
+                _validate(self)
+            except (AttributeError, TypeError, ValueError):
+                check_fields(self)
+                for part in (*self.edges, *self.lives):
+                    check_fields(part)
+                raise
 
     def __repr__(self) -> str:
         options = sum(map(len, self.costs))
@@ -160,6 +167,7 @@ class Problem:
             change[end] -= live.usage.max()
         return bool((change.cumsum() > self.limit).any())
 
+    @checks_kinds()
     def restrict(self, allowed: Mapping[int, Iterable[int]]) -> Problem:
         """The same problem with every other option of these nodes forbidden; options keep their numbers.
 
@@ -175,6 +183,7 @@ class Problem:
         return replace(self, costs=tuple(costs), checked=True)
 
     @classmethod
+    @checks_kinds()
     def read(cls, path: str | Path) -> Problem:
         """Reads a contest file, .json or .json.gz.
 
@@ -205,6 +214,7 @@ class Problem:
         )
         return cls(tuple(costs), edges, tuple(lives), found.limit, found.names)
 
+    @checks_kinds()
     def write(self, path: str | Path) -> None:
         """Writes a contest file, .json or .json.gz, that `read` takes; numbers stand there as they are here.
 
@@ -301,7 +311,7 @@ def _validate(problem: Problem) -> None:
         if live.usage.shape != problem.costs[live.node].shape:
             options = len(problem.costs[live.node])
             raise SolverError(f"{problem.name(live.node)}: usage of shape {live.usage.shape}; it has {options} options")
-        if live.start > live.end:
+        if not live.start <= live.end:  # NaN compares false
             raise SolverError(f"{problem.name(live.node)}: live from {live.start} to {live.end}, which is earlier")
     _validate_costs(problem)
     _validate_usages(problem)

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.solver.incumbent import least_sum
 from autoshard.solver.infeasibility import infeasible_error, late_error
 from autoshard.solver.local_search.reduce_memory import leaner_choice
@@ -28,6 +30,7 @@ from autoshard.solver.verify import OPTIMAL_GAP, check
 SECONDS = 60.0  # to spend, if nothing else is asked for
 
 
+@checks_kinds("problem", "time_limit", "iterations", "seed", "threads", "progress")
 def solve(
     problem: Problem,
     *,
@@ -72,8 +75,12 @@ def solve(
     Raises:
         InfeasibleError: nothing fits in memory; it carries the smallest limit that would do.
         SolverError: every choice is forbidden, or none was found in time; or there is no search of that name.
+        ArgumentError: an argument is of the wrong kind, or negative.
         KeyboardInterrupt: Ctrl-C, before any choice was found.
     """
+    for name, value, least in (("time_limit", time_limit, 0), ("iterations", iterations, 0), ("threads", threads, 1)):
+        if value is not None and not value >= least:
+            raise ArgumentError(f"{name}={value!r}; {least} or more is needed")
     if time_limit is None:
         time_limit = usual_limit(iterations)
     if problem.limit == math.inf:  # no limit at all: an infinite room at a price of 0 would be worth 0 * inf

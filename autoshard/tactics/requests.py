@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import ArgumentError, ConflictError, MeshError
+from autoshard.errors.kinds import is_of_kind
 from autoshard.layout import Layout, spec_of, without_idle_axes
 from autoshard.program.signature import text_of_function
 from autoshard.specs import fixed_layouts
@@ -139,8 +140,8 @@ def _ask_function(asked: TacticRequests, tactic: Callable[[Step], Any], roles: R
                 )
         _ask_layouts(asked, f"{text_of_tactic(tactic)}(step)", found, roles, mesh)
         return
-    tactics: list[Any] = list(found) if isinstance(found, Iterable) else [found]
-    if isinstance(found, str) or not all(map(is_tactic, tactics)):
+    tactics: list[Any] = list(found) if is_of_kind(found, Iterable[Any]) else [found]
+    if not all(map(is_tactic, tactics)):
         raise ArgumentError(
             f"{text_of_tactic(tactic)} returned {found!r}; tactics are needed, or PartitionSpecs by path"
         )

@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.arrays.shared_arguments import shared_arguments
 from autoshard.decorated import ShardedFunction
 from autoshard.errors import ArgumentError, ConflictError, MemoryLimitError, SolverError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.layout import Layout
 from autoshard.model.formulation import Formulation
 from autoshard.model.search_policy import solve_for_plan
@@ -67,6 +68,7 @@ Homes = tuple[tuple[int, Layout], ...]  # (shared argument, its layout), one pro
 
 
 @shows_users_lines
+@checks_kinds("weights")
 def plan_together(
     functions: Mapping[str, tuple[Any, ...]],
     *,
@@ -355,7 +357,8 @@ def _check(functions: Any, weights: Any, options: Mapping[str, Any]) -> None:
     if not isinstance(functions, Mapping) or not functions:
         raise ArgumentError(f"functions={functions!r}; a dict from names to (function, arguments) is needed")
     for name, entry in functions.items():
-        if not isinstance(entry, tuple) or len(entry) not in (2, 3) or not isinstance(entry[1], tuple):
+        is_call = isinstance(entry, tuple) and len(entry) in (2, 3) and isinstance(entry[1], tuple)
+        if not is_call or not all(isinstance(keywords, Mapping) for keywords in entry[2:]):
             raise ArgumentError(
                 f"functions[{name!r}] = {entry!r}; the function and a tuple of its arguments are needed, as in "
                 "(decode, (params, tokens)), and after these a dict of keywords of jax.jit, if there are any"

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.operations.operation import Operation, operation
 from autoshard.ops.attending.implementations import add_implementations
 from autoshard.ops.attending.operands import AttentionOperands, AttentionVariant, QueryRows, gradients_like, saved_of
+from autoshard.ops.operands import arrays_of
 
 
+@checks_kinds("scale", "is_causal", "local_window_size")
 def attention(
     query: Any,
     key: Any,
@@ -55,7 +58,7 @@ def attention(
     Raises:
         ArgumentError: shapes or types do not fit together.
     """
-    query, key, value = map(jnp.asarray, (query, key, value))
+    query, key, value = arrays_of(query=query, key=key, value=value)
     is_batch = query.ndim == 4
     if not is_batch:
         query, key, value = query[None], key[None], value[None]
@@ -100,7 +103,7 @@ def _of_logits(name: str, x: Any, whole: tuple[int, ...]) -> jax.Array | None:
     """
     if x is None:
         return None
-    array = jnp.asarray(x)
+    [array] = arrays_of(**{name: x})
     shape = (1,) * (4 - array.ndim) + array.shape
     if len(shape) > 4 or any(size not in (1, most) for size, most in zip(shape, whole, strict=True)):
         raise ArgumentError(f"{name} {array.shape} does not broadcast to the logits {whole}")
@@ -110,7 +113,7 @@ def _of_logits(name: str, x: Any, whole: tuple[int, ...]) -> jax.Array | None:
 def _lengths(name: str, lengths: Any, batch: int) -> jax.Array | None:
     if lengths is None:
         return None
-    found = jnp.atleast_1d(jnp.asarray(lengths))
+    found = jnp.atleast_1d(arrays_of(**{name: lengths})[0])
     if found.shape != (batch,) or not jnp.issubdtype(found.dtype, jnp.integer):
         raise ArgumentError(
             f"{name} is {found.dtype}{list(found.shape)}: attention takes {batch} integers, one a sequence"
@@ -128,7 +131,9 @@ def _segments(
     """
     if segments is None:
         return None
-    pair = tuple(map(jnp.asarray, segments)) if isinstance(segments, tuple | list) else (jnp.asarray(segments),) * 2
+    is_pair = isinstance(segments, tuple | list)
+    given = {f"segment_ids[{i}]": one for i, one in enumerate(segments)} if is_pair else {"segment_ids": segments}
+    pair = tuple(arrays_of(**given)) * (1 if is_pair else 2)
     if not is_batch:
         pair = tuple(x[None] for x in pair) if pair[0] is not pair[-1] else (pair[0][None],) * 2
     is_whole = all(jnp.issubdtype(x.dtype, jnp.integer) for x in pair)

@@ -25,15 +25,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.operations.operation import Implementation, Operation
 from autoshard.operations.split import CallSplit
 from autoshard.ops.convolving.windows import PositionShare, WindowMoves, of_positions, rows_read
+from autoshard.ops.operands import arrays_of
 from autoshard.propagation.rule import Rule, Shape
 
 ROLE = "space"
 Pairs = tuple[tuple[int, int], ...]
 
 
+@checks_kinds("window_strides", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count")
 def conv(
     lhs: Any,
     rhs: Any,
@@ -71,11 +75,14 @@ def conv(
     >>> conv(jnp.ones((1, 1, 5)), jnp.ones((1, 1, 3)), padding="VALID").shape
     (1, 1, 3)
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    lhs, rhs = arrays_of(lhs=lhs, rhs=rhs)
     spatial = lhs.ndim - 2
     strides, spread, dilation = (
         (1,) * spatial if one is None else tuple(map(int, one)) for one in (window_strides, lhs_dilation, rhs_dilation)
     )
+    for name, one in (("window_strides", strides), ("lhs_dilation", spread), ("rhs_dilation", dilation)):
+        if len(one) != spatial or min(one, default=1) < 1:
+            raise ArgumentError(f"{name}={one}; 1 or more is needed for each of {spatial} spatial dims")
     plain = functools.partial(
         lax.conv_general_dilated,
         window_strides=strides,
@@ -87,7 +94,10 @@ def conv(
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    made = jax.eval_shape(functools.partial(plain, padding=padding), lhs, rhs)  # which checks all that was said
+    try:  # JAX checks all that was said
+        made = jax.eval_shape(functools.partial(plain, padding=padding), lhs, rhs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"conv of images {lhs.shape} and a kernel {rhs.shape}: {error}") from error
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
     pairs = _pairs(lhs.shape, rhs.shape, numbers, strides, spread, dilation, padding)
     convolution = Convolution(

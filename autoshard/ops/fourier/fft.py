@@ -15,16 +15,19 @@ import numpy as np
 from jax import lax
 
 from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.operations.operation import Operation
 from autoshard.operations.primitive import OPERATION
 from autoshard.ops.fourier.implementations import add_implementations
 from autoshard.ops.fourier.transform import Transform
+from autoshard.ops.operands import arrays_of
 from autoshard.program import Equation, Program
 from autoshard.propagation.rule import Rule, Shape
 
 MOST_DIMS = 3  # of one transform, as XLA has it
 
 
+@checks_kinds("axes", "inverse", "real", "length")
 def fft(
     x: Any, axes: int | Sequence[int] = (-1,), *, inverse: bool = False, real: bool = False, length: int | None = None
 ) -> jax.Array:
@@ -50,7 +53,7 @@ def fft(
     >>> fft(jnp.ones(4), real=True).shape
     (3,)
     """
-    x = jnp.asarray(x)
+    [x] = arrays_of(x=x)
     given_axes = list(map(operator.index, np.atleast_1d(axes)))
     if not all(-x.ndim <= axis < x.ndim for axis in given_axes):
         raise ArgumentError(f"fft along axes {given_axes} of an array of shape {x.shape}: there is no such axis")

@@ -24,8 +24,10 @@ import numpy as np
 from jax import lax
 
 from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.operations.operation import Operation, operation
 from autoshard.operations.split import CallSplit
+from autoshard.ops.operands import arrays_of
 from autoshard.ops.tables.balancing import balanced
 
 ROLE = "tables"
@@ -51,6 +53,7 @@ class EmbeddingTables:
     pieces: tuple[TablePiece, ...]
 
     @classmethod
+    @checks_kinds()
     def of(
         cls,
         rows: Sequence[int],
@@ -94,12 +97,14 @@ class EmbeddingTables:
         ends = [piece.at + piece.rows for piece in self.pieces]
         return max(ends)
 
+    @checks_kinds()
     def together(self, tables: Sequence[Any]) -> jax.Array:
         """The tables, each ``[rows, width]``, as one array ``[devices, rows_per_device, width]``.
 
         Its dtype is the one to which those of the tables are promoted.
         """
-        shapes = [np.shape(table) for table in tables]
+        tables = arrays_of(**{f"tables[{i}]": table for i, table in enumerate(tables)})
+        shapes = [table.shape for table in tables]
         widths = {shape[1:] for shape in shapes}
         if (
             any(len(shape) != 2 for shape in shapes)
@@ -109,12 +114,21 @@ class EmbeddingTables:
             raise ArgumentError(f"tables are {shapes}; {list(self.rows)} rows of one width are needed")
         made = jnp.zeros((self.devices, self.rows_per_device, shapes[0][1]), jnp.result_type(*tables))
         for one in self.pieces:
-            part = jnp.asarray(tables[one.table])[one.first : one.first + one.rows]
+            part = tables[one.table][one.first : one.first + one.rows]
             made = made.at[one.device, one.at : one.at + one.rows].set(part)
         return made
 
     def apart(self, parts: Any) -> list[jax.Array]:
-        """The tables, from the array that `together` makes."""
+        """The tables, from the array that `together` makes.
+
+        Raises:
+            ArgumentError: it is no such array.
+        """
+        [parts] = arrays_of(parts=parts)
+        if parts.ndim != 3 or parts.shape[:2] != (self.devices, self.rows_per_device):
+            raise ArgumentError(
+                f"parts is of shape {parts.shape}; [{self.devices}, {self.rows_per_device}, width] is needed"
+            )
         found: list[list[jax.Array]] = [[] for _ in self.rows]
         for one in self.pieces:
             found[one.table].append(parts[one.device, one.at : one.at + one.rows])
@@ -133,7 +147,7 @@ class EmbeddingTables:
         Raises:
             ArgumentError: shapes do not fit, or indices are no integers.
         """
-        parts, indices = jnp.asarray(parts), jnp.asarray(indices)
+        parts, indices = arrays_of(parts=parts, indices=indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise ArgumentError(f"lookup takes integers as indices, not {indices.dtype}")
         fits = parts.ndim == 3 and parts.shape[:2] == (self.devices, self.rows_per_device)

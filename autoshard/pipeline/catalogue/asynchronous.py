@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoshard.errors import ArgumentError, ScheduleError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.pipeline.catalogue.one_direction import one_forward_one_backward
 from autoshard.pipeline.orders import Schedule, Task, WeightUpdates
 
@@ -49,6 +50,7 @@ class Staleness:
     versions: tuple[int, ...]  # of the weights, kept at one time
 
 
+@checks_kinds("schedule")
 def staleness(schedule: Schedule) -> Staleness:
     """How old the weights are that tasks read, in updates. Schedules that flush read the weights they change: 0.
 

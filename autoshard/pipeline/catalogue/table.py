@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard.errors import ArgumentError
+from autoshard.errors.kinds import is_of_kind
 from autoshard.pipeline.catalogue import (
     asynchronous,
     building_blocks,
@@ -102,6 +103,9 @@ ASYNCHRONOUS = tuple(_ASYNCHRONOUS)
 _CHUNKS = {"one": (1, 1), "two": (2, 2), "even": (2, 2), "any": (1, 1)}  # by default, and what they are a multiple of
 
 
+_MOST_TASKS = 10_000_000  # forward tasks, which are held in some gigabytes
+
+
 def schedule(
     name: str,
     stages: int,
@@ -156,6 +160,11 @@ Task(kind='B', microbatch=0, virtual_stage=0), Task(kind='B', microbatch=1, virt
         _check_count("every", (1 if name in ("pipedream", "ampnet") else stages) if every is None else every),
         _predecessors(stages, predecessors),
     )
+    if (tasks := stages * microbatches * request.chunks * slices) > _MOST_TASKS:
+        raise ArgumentError(
+            f"schedule {name!r} of {stages} stages and {microbatches} microbatches has {tasks} forward tasks; there "
+            f"may be {_MOST_TASKS}"
+        )
     if entry.even_stages and stages % 2:
         raise ArgumentError(f"schedule {name!r} has stages in pairs; stages={stages} is odd. Use {stages + 1}.")
     multiple, fewest = entry.multiple_of(stages), entry.fewest(stages)
@@ -185,7 +194,7 @@ def _entry(name: str) -> _Entry:
 
 
 def _check_count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+    if not is_of_kind(value, int) or value < 1:
         raise ArgumentError(f"{name}={value!r}; a whole number is needed, 1 or more")
     return int(value)
 

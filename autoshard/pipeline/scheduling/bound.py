@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from autoshard.errors.kinds import checks_kinds
 from autoshard.pipeline.amounts import Amount, Transfer
 from autoshard.pipeline.orders import Schedule
 from autoshard.pipeline.scheduling.problem import OrderProblem, order_problem
 from autoshard.pipeline.validation import validate
 
 
+@checks_kinds("schedule")
 def makespan_bound(
     schedule: Schedule,
     forward: Amount = 1.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.errors import ArgumentError, MemoryLimitError
+from autoshard.errors.kinds import checks_kinds
 from autoshard.pipeline.amounts import Amount, Transfer, is_number, per_task
 from autoshard.pipeline.memory import Size, part_of_stage
 from autoshard.pipeline.operations import start_times
@@ -34,6 +35,7 @@ class SearchResult:
         return max(0.0, makespan - self.bound) / makespan if makespan else 0.0
 
 
+@checks_kinds("schedule")
 def search(
     schedule: Schedule,
     forward: Amount = 1.0,
