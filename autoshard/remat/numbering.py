@@ -180,7 +180,9 @@ def _computed(eqn: JaxprEqn, read: Sequence[Atom]) -> tuple | None:
     """Equal for equations that compute the same; None for what is not compared."""
     if eqn.effects or eqn.primitive.name in _NEVER_SAME or is_kernel(eqn):
         return None
-    types = tuple((_text(aval_of(var)), aval_of(var).weak_type) for var in eqn.outvars if hasattr(var.aval, "weak_type"))
+    types = tuple(
+        (_text(aval_of(var)), aval_of(var).weak_type) for var in eqn.outvars if hasattr(var.aval, "weak_type")
+    )
     what = eqn.primitive, tuple(map(_identity, read)), tuple(sorted(eqn.params.items())), types
     try:
         hash(what)
