@@ -21,7 +21,7 @@ from autoshard.model.xla.backends import Backend
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.solver.searches.search_run import Search
-from autoshard.stage_planning.cut_step import CutStep
+from autoshard.stage_planning.cut_step import CutStep, KnownStages
 from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
 from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, RecomputationLevels, level_of
 from autoshard.stage_planning.space import SCHEDULES, PlannedSpace, SpaceRequest, microbatch_counts, planned_space
@@ -111,7 +111,7 @@ class CuttableSteps:
         self.traced, self.carried, self.name, self._mesh = traced, program.carried, program.name, mesh
         self.donated, self.fixed = program.donated, fixed or {}
         self.rows = batch_of(traced, 1).batch
-        self.in_microbatches = functools.cache(self._in_microbatches)
+        self.in_microbatches, self._known_units = functools.cache(self._in_microbatches), KnownStages()
 
     def _in_microbatches(self, count: int) -> CuttableStep:
         with jax.sharding.use_abstract_mesh(self._mesh):
@@ -144,7 +144,8 @@ class CuttableSteps:
         """The step with one unit of each kind as a stage of its own."""
 
         def cut_at(firsts: Sequence[int]) -> CutStep:
-            return self.cut_at(count, firsts, True, [level] * (len(firsts) + 1))
+            found = self.cut_at(count, firsts, True, [level] * (len(firsts) + 1))
+            return replace(found, known=self._known_units)  # embedding and head are alike at all levels
 
         return UnitCut.of(self.units_of(count), cut_at)
 
@@ -213,8 +214,9 @@ def choose_pipeline(
         useful = [name for name, again in levels.items() if again / found.space.row.devices < known]
         for number, level in enumerate(useful):
             planned_by = _part_of_time(ends, 1 / (len(useful) - number))
-            how = replace(request, cut_into_units=functools.partial(steps.cut_into_units, level=level), level=level)
-            found = found.with_level(replace(how, until=planned_by))
+            cut = functools.partial(steps.cut_into_units, level=level)
+            how = replace(request, cut_into_units=cut, level=level, until=planned_by, enough=known)
+            found = found.with_level(how)
         again, found, result = _searched(found, steps, machine, settings, until) if useful else (tried, found, result)
         if tried.best is None or (again.best is not None and _seconds(again.best) < _seconds(tried.best)):
             tried = replace(again, refusal=tried.refusal or again.refusal)
