@@ -40,7 +40,7 @@ MOST_IN_FLIGHT = 1.5
 DISPATCH_SECONDS = 3.1e-4
 # Of the work of a step as it is written, what a level of recomputation can save: a forward pass that runs again, of two
 # and a backward pass of twice the work.
-_MOST_SAVED_SHARE = 0.25
+MOST_SAVED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PlannedSpace:
         for count in sorted(request.planned):
             with contextlib.suppress(MicrobatchError, StageError, FormulationTimeout):
                 planner.cut(count)
-        most = request.enough / (1 - _MOST_SAVED_SHARE)
+        most = request.enough / (1 - MOST_SAVED_SHARE)
         _plan_units(planner, [one for one in self.shapes.values() if written.seconds(one, devices) <= most], devices)
         costs = {
             count: replace(
