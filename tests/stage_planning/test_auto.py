@@ -14,6 +14,7 @@ from autoshard import autoshard, plan, topology
 from autoshard.errors import ArgumentError, MemoryLimitError, StageError
 from autoshard.options import options_of
 from autoshard.pipeline import schedule
+from autoshard.report.units import bytes_text
 from autoshard.stage_planning import choosing
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.planned_stage import _hops
@@ -99,6 +100,11 @@ def test_what_has_one_name_lies_one_way_in_all_programs_of_a_stage(found):
         for key, placed in ends:
             assert layouts.setdefault((program.stage, key), placed.layout) == placed.layout, (program.name, key)
     assert any(key.kind == "sum" for _, key in layouts)
+
+
+def test_arguments_count_on_the_device_that_has_most(found):
+    assert found.argument_bytes == 4 * (LAYERS // 2 * WIDTH**2 + ROWS * WIDTH)
+    assert f"Arguments ({bytes_text(found.argument_bytes)} per device)" in str(found)
 
 
 def test_the_timeline_is_in_the_html_report(found, tmp_path):
