@@ -158,7 +158,7 @@ class CuttableSteps:
 
         def cut_at(firsts: Sequence[int]) -> CutStep:
             found = self.cut_at(count, firsts, True, [level] * (len(firsts) + 1))
-            return replace(found, known=self._known_units)  # embedding and head are alike at all levels
+            return replace(found, known=self._known_units)  # some are alike at all levels
 
         return UnitCut.of(self.units_of(count), cut_at)
 
