@@ -328,9 +328,9 @@ def test_stages_are_sought_within_it(monkeypatch):
     """The clock of stages has passed the limit before the first unit is planned: the plan without stages is taken."""
     asked, choose = [], staged_function.choose_pipeline
 
-    def late(*args, until):
+    def late(*args, until, **rest):
         asked.append(until - time.monotonic())
-        return choose(*args, until=-math.inf)
+        return choose(*args, until=-math.inf, **rest)
 
     monkeypatch.setattr(staged_function, "choose_pipeline", late)
     two = {"mesh": mesh_of({"x": 8}), "topology": slow_chips("x"), "pipeline": "auto", "donate_argnums": 0}

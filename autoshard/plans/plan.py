@@ -97,6 +97,11 @@ class PlanData:
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     @property
+    def argument_bytes(self) -> int:
+        """What the arguments take of a device's memory: of the device that has most, where devices have others."""
+        return sum(one.local_bytes for one in self.arguments if not one.on_host)
+
+    @property
     def choices(self) -> Mapping[str, str]:
         """Its decisions beside layouts, in words, as the stages of a pipeline."""
         return {}

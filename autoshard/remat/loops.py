@@ -31,8 +31,8 @@ class LoopPair(Residuals):
 
     first: NumberedLoop
     second: NumberedLoop
-    early: frozenset[Var]  # values outside that are there before the first loop
-    others: frozenset[Var]  # values outside that are read by more than the second loop's slices
+    early: frozenset[Var]  # what the second loop's body reads from outside that is there before the first loop
+    others: frozenset[Var]  # stacks of the first loop that are read by more than the second loop's slices
     seconds: Seconds
 
     # Which values and equations are the forward pass's.

@@ -7,6 +7,7 @@ What a `jax.checkpoint` of the user's computes again in a backward pass is thus 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,7 +180,9 @@ def _computed(eqn: JaxprEqn, read: Sequence[Atom]) -> tuple | None:
     """Equal for equations that compute the same; None for what is not compared."""
     if eqn.effects or eqn.primitive.name in _NEVER_SAME or is_kernel(eqn):
         return None
-    types = tuple((str(aval_of(var)), aval_of(var).weak_type) for var in eqn.outvars if hasattr(var.aval, "weak_type"))
+    types = tuple(
+        (_text(aval_of(var)), aval_of(var).weak_type) for var in eqn.outvars if hasattr(var.aval, "weak_type")
+    )
     what = eqn.primitive, tuple(map(_identity, read)), tuple(sorted(eqn.params.items())), types
     try:
         hash(what)
@@ -188,8 +191,14 @@ def _computed(eqn: JaxprEqn, read: Sequence[Atom]) -> tuple | None:
     return what
 
 
+@functools.lru_cache(maxsize=10_000)
+def _text(aval: Any) -> str:
+    """An array's type in words, which JAX takes long to write."""
+    return str(aval)
+
+
 def _identity(atom: Atom) -> Any:
     if isinstance(atom, Var):
         return atom
     value = np.asarray(atom.val) if isinstance(atom.val, int | float | complex | bool | np.generic) else None
-    return (str(aval_of(atom)), value.tobytes() if value is not None else id(atom.val))
+    return (_text(aval_of(atom)), value.tobytes() if value is not None else id(atom.val))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,7 +61,9 @@ class Scope:
     def pairs(self) -> tuple[LoopPair, ...]:
         """Its forward scans, each with the backward scan that reads what it stacks."""
         firsts, taken, found = dict[Var, int](), set[int](), list[LoopPair]()
-        equations = self.body.equations
+        equations, readers = self.body.equations, self._readers()
+        made_at = dict.fromkeys([*variables(self.body.inputs), *self.numbering.constants], -1)
+        made_at |= {var: i for i, eqn in enumerate(equations) for var in eqn.outvars}
         for j, eqn in enumerate(equations):
             loop = self.numbering.loops.get(eqn.outvars[0]) if eqn.primitive.name == "scan" and eqn.outvars else None
             if loop is None:
@@ -72,20 +75,26 @@ class Scope:
             if i is not None:
                 first = self.numbering.loops[equations[i].outvars[0]]
                 if first.length == loop.length:
-                    early = {var for one in equations[:i] for var in one.outvars} | set(variables(self.body.inputs))
-                    early |= self.numbering.constants.keys()
-                    found.append(LoopPair(first, loop, frozenset(early), self.read_by_others(j), self.seconds))
+                    read = [atom for one in loop.body.equations for atom in variables(one.invars)]
+                    early = frozenset(var for var in read if made_at.get(var, i) < i)
+                    others = frozenset(stack for stack in first.stacks if readers[stack] - {j})
+                    found.append(LoopPair(first, loop, early, others, self.seconds))
                     taken |= {i, j}
             firsts.update((stack, j) for stack in loop.stacks)
         return tuple(found)
 
-    def read_by_others(self, second: int) -> frozenset[Var]:
-        """What is read beside the slices of one loop."""
-        read = set(variables(self.body.results))
+    def _readers(self) -> Mapping[Var, set[int | None]]:
+        """The loops that read a value slice by slice alone; None for whatever else reads it."""
+        found = defaultdict[Var, set[int | None]](set)
+        for var in variables(self.body.results):
+            found[var].add(None)
         for j, eqn in enumerate(self.body.equations):
-            loop = self.numbering.loops.get(eqn.outvars[0]) if j == second else None
-            read.update(variables(eqn.invars if loop is None else eqn.invars[: loop.consts + loop.carries]))
-        return frozenset(read)
+            loop = self.numbering.loops.get(eqn.outvars[0]) if eqn.primitive.name == "scan" and eqn.outvars else None
+            whole = len(eqn.invars) if loop is None else loop.consts + loop.carries
+            for n, atom in enumerate(eqn.invars):
+                if isinstance(atom, Var):
+                    found[atom].add(None if n < whole else j)
+        return found
 
     @cached_property
     def inner(self) -> Mapping[int, Scope]:
@@ -124,6 +133,13 @@ class Scope:
         """How many of the smallest blocks outside of loops are taken together -> the blocks."""
         return {size: self.passes.blocks(size) for size in SIZES}
 
+    def with_borders(self, apart: frozenset[int]) -> Scope:
+        """The same with blocks that begin at these equations, too."""
+        found = replace(self, apart=apart)
+        # What no border changes is not found again.
+        vars(found).update((name, getattr(self, name)) for name in ("numbering", "_numbered", "pairs", "inner"))
+        return found
+
     def blocks(self, size: int = 1) -> Iterator[tuple[Block, int]]:
         """All places where values are kept, and how often per step they are.
 
@@ -156,13 +172,13 @@ class Scope:
         variables_in = [*self.closed.jaxpr.constvars, *self.closed.jaxpr.invars]
         avals = map(aval_of, variables_in)
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in avals]
-        there: list[int] = []
+        there, watched_atoms = list[int](), self.watched_atoms
 
         def run(*arrays: Any) -> list[Any]:
             env, own = self.run(arrays, chosen), list(self.body.results)
-            seen = [i for i, atom in enumerate(self.watched_atoms) if isinstance(atom, Var) and atom in env]
+            seen = [i for i, atom in enumerate(watched_atoms) if isinstance(atom, Var) and atom in env]
             there.extend(seen)
-            own += [self.watched_atoms[i] for i in seen]
+            own += [watched_atoms[i] for i in seen]
             return [atom.val if isinstance(atom, Literal) else env[atom] for atom in own]
 
         made = jax.make_jaxpr(run)(*types)

@@ -86,18 +86,19 @@ def proof(plan: PlanData) -> Phrase:
 
 def arguments(plan: PlanData) -> Section:
     """Every argument, those that lie alike in one row."""
-    return _placed(("Arguments (", *_total_bytes(plan.arguments), ")"), plan.arguments)
+    return _placed(("Arguments (", *_total_bytes(plan.argument_bytes, plan.arguments), ")"), plan.arguments)
 
 
 def captured(plan: PlanData) -> Section:
     """The large arrays that the step closes over."""
-    return _placed(("Closed-over arrays (", *_total_bytes(plan.captured), ")"), plan.captured)
+    on_device = sum(one.local_bytes for one in plan.captured if not one.on_host)
+    return _placed(("Closed-over arrays (", *_total_bytes(on_device, plan.captured), ")"), plan.captured)
 
 
-def _total_bytes(placed: Sequence[PlacedArray]) -> Phrase:
+def _total_bytes(on_device: int, placed: Sequence[PlacedArray]) -> Phrase:
     on_host = sum(one.local_bytes for one in placed if one.on_host)
     more: Phrase = (", ", Bytes(on_host), " on its host") if on_host else ()
-    return Bytes(sum(one.local_bytes for one in placed if not one.on_host)), " per device", *more
+    return Bytes(on_device), " per device", *more
 
 
 def results(plan: PlanData) -> Section:

@@ -21,10 +21,18 @@ from autoshard.model.xla.backends import Backend
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
 from autoshard.solver.searches.search_run import Search
-from autoshard.stage_planning.cut_step import CutStep
+from autoshard.stage_planning.cut_step import CutStep, KnownStages
 from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
 from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, RecomputationLevels, level_of
-from autoshard.stage_planning.space import SCHEDULES, PlannedSpace, SpaceRequest, microbatch_counts, planned_space
+from autoshard.stage_planning.space import (
+    DISPATCH_SECONDS,
+    MOST_SAVED_SHARE,
+    SCHEDULES,
+    PlannedSpace,
+    SpaceRequest,
+    microbatch_counts,
+    planned_space,
+)
 from autoshard.stage_planning.sub_meshes import SubMeshShape
 from autoshard.stage_planning.unit_costs import UnitCut
 from autoshard.stage_search import (
@@ -47,7 +55,12 @@ TIGHTER_SEARCHES = 2  # at most, once no choice fits whose stages were planned
 # Of the time limit: when the last units are planned, and of the rest, when the search of stages ends.
 UNITS_SHARE, SEARCH_SHARE = 0.5, 0.3
 LEVELS_SHARE = 0.5  # of the time limit: what levels of recomputation get at least where nothing fits without them
+LESS_THAN_TABLES = 0.1  # whole stages take up to such a share less than the tables add up
 ACCURATE = 0.02  # relative: costs taken from other numbers of microbatches that are so near are not searched again
+
+
+class SlowStagesError(StageError):
+    """Every pipeline takes longer than is of use."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ class CuttableSteps:
         self.traced, self.carried, self.name, self._mesh = traced, program.carried, program.name, mesh
         self.donated, self.fixed = program.donated, fixed or {}
         self.rows = batch_of(traced, 1).batch
-        self.in_microbatches = functools.cache(self._in_microbatches)
+        self.in_microbatches, self._known_units = functools.cache(self._in_microbatches), KnownStages()
 
     def _in_microbatches(self, count: int) -> CuttableStep:
         with jax.sharding.use_abstract_mesh(self._mesh):
@@ -144,7 +157,8 @@ class CuttableSteps:
         """The step with one unit of each kind as a stage of its own."""
 
         def cut_at(firsts: Sequence[int]) -> CutStep:
-            return self.cut_at(count, firsts, True, [level] * (len(firsts) + 1))
+            found = self.cut_at(count, firsts, True, [level] * (len(firsts) + 1))
+            return replace(found, known=self._known_units)  # some are alike at all levels
 
         return UnitCut.of(self.units_of(count), cut_at)
 
@@ -174,18 +188,24 @@ def choose_pipeline(
         until: when planning ends, as `time.monotonic` has it: the best pipeline known is taken then, if there is one.
         levels: of recomputation that stages choose from, beside what the step is written to keep, and the seconds that
             each computes again in a step. They are tried after that, in the time that it leaves.
-        enough: s per step: levels are not tried that compute again for longer, even on all devices together.
+        enough: s per step: pipelines that take longer are of no use. Levels are not tried that compute again for
+            longer, even on all devices together.
 
     Raises:
         MicrobatchError: the step cannot run in microbatches, with the line.
         StageError: it cannot be cut.
+        SlowStagesError: no pipeline takes as little as is enough.
     """
     begin = time.monotonic()
     counts = _possible(steps, microbatch_counts(steps.rows) if counts is None else list(counts))
     if not counts:
         return None
     planned = sorted({counts[len(counts) // 2], counts[-1]})
-    more: dict[str, Any] = {} if least_task_seconds is None else {"least_task_seconds": least_task_seconds}
+    dispatch = DISPATCH_SECONDS if least_task_seconds is None else least_task_seconds
+    # The last stage runs F and B of all microbatches, once one of them has come through the others, and it goes back.
+    least = 2 * (min(counts) + least_stages - 1) * dispatch
+    if least >= enough:
+        raise SlowStagesError(f"dispatching the tasks of a pipeline takes {least:.4g} s per step or more.")
     request = SpaceRequest(
         steps.cut_into_units,
         machine.mesh_shape,
@@ -196,15 +216,16 @@ def choose_pipeline(
         planned,
         schedules,
         shapes=shapes,
+        least_task_seconds=dispatch,
         least_stages=least_stages,
         until=_part_of_time(until, UNITS_SHARE),
-        **more,
     )
     found = planned_space(request)
     if found is None:
         return None
     settings = settings or SearchSettings()
-    tried, found, result = _searched(found, steps, machine, settings, until)
+    most = enough / (1 - MOST_SAVED_SHARE) if levels else enough
+    tried, found, result = _searched(found, steps, machine, settings, until, most)
     if levels:
         if tried.best is None and math.isfinite(until):
             until = max(until, time.monotonic() + LEVELS_SHARE * (until - begin))
@@ -213,8 +234,9 @@ def choose_pipeline(
         useful = [name for name, again in levels.items() if again / found.space.row.devices < known]
         for number, level in enumerate(useful):
             planned_by = _part_of_time(ends, 1 / (len(useful) - number))
-            how = replace(request, cut_into_units=functools.partial(steps.cut_into_units, level=level), level=level)
-            found = found.with_level(replace(how, until=planned_by))
+            cut = functools.partial(steps.cut_into_units, level=level)
+            how = replace(request, cut_into_units=cut, level=level, until=planned_by, enough=known)
+            found = found.with_level(how)
         again, found, result = _searched(found, steps, machine, settings, until) if useful else (tried, found, result)
         if tried.best is None or (again.best is not None and _seconds(again.best) < _seconds(tried.best)):
             tried = replace(again, refusal=tried.refusal or again.refusal)
@@ -243,11 +265,20 @@ def _possible(steps: CuttableSteps, counts: Sequence[int]) -> Sequence[int]:
 
 
 def _searched(
-    found: PlannedSpace, steps: CuttableSteps, machine: PlanningTarget, settings: SearchSettings, until: float
+    found: PlannedSpace,
+    steps: CuttableSteps,
+    machine: PlanningTarget,
+    settings: SearchSettings,
+    until: float,
+    enough: float = math.inf,
 ) -> tuple[_Outcome, PlannedSpace, StageSearchResult]:
-    """The best choices of a space, planned stage by stage; the space with what was planned for that."""
+    """The best choices of a space, planned stage by stage; the space with what was planned for that.
+
+    Raises:
+        SlowStagesError: by the tables none takes as little as is enough.
+    """
     settings = replace(settings, until=_part_of_time(until, SEARCH_SHARE))
-    found, result = search_planned(found, settings)
+    found, result = search_planned(found, settings, enough)
     excess = _Excess()
     tried = _planned_exactly(result, found, steps, machine, excess, until)
     for _ in range(TIGHTER_SEARCHES):
@@ -362,15 +393,26 @@ def with_less_room(space: StageSpace, times: float) -> StageSpace:
     return replace(space, costs=costs)
 
 
-def search_planned(found: PlannedSpace, settings: SearchSettings) -> tuple[PlannedSpace, StageSearchResult]:
-    """The best pipeline of a space, once the costs that it rests on are planned for its number of microbatches."""
+def search_planned(
+    found: PlannedSpace, settings: SearchSettings, enough: float = math.inf
+) -> tuple[PlannedSpace, StageSearchResult]:
+    """The best pipeline of a space, once the costs that it rests on are planned for its number of microbatches.
+
+    Raises:
+        SlowStagesError: none takes as little as is enough.
+    """
     memory, first = SearchMemory(), replace(settings, gap_of_programs=1.0, polished=1)  # nothing is proven yet
     for _ in range(SEARCHES - 1):
         if time.monotonic() > settings.until:
             break
-        best = search_stages(found.space, first, memory).best
+        result = search_stages(found.space, first, memory)
+        best = result.best
         if best is None:
             break
+        if result.bound * (1 - LESS_THAN_TABLES) > enough:
+            raise SlowStagesError(
+                f"by the costs of its layers no pipeline takes less than {result.bound:.4g} s per step."
+            )
         choice = best.choice
         tables = {(stage.table.shape.name, stage.table.variant) for stage in choice.stages}
         more = found.with_planned(choice.microbatches, tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,14 @@ from autoshard.stages.stage_tactics import StageTactics
 
 
 @dataclass(frozen=True, eq=False)
+class KnownStages:
+    """Stages that were planned, by what they look like: several cuts of one step may have the same ones."""
+
+    formulated: dict[Any, JointStage] = field(default_factory=dict)
+    costs: dict[Any, StageCost | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
 class CutStep:
     """A step cut into stages."""
 
@@ -31,7 +40,8 @@ class CutStep:
     fixed: Mapping[int, Layout] = field(default_factory=dict)  # argument -> how it has to lie
     tactics: StageTactics | None = None  # that hold in every stage
     search: str | Search | None = None  # what plans stages, by name or itself; None: the solver's own way
-    _formulated: dict[Any, JointStage] = field(default_factory=dict, repr=False)
+    known: KnownStages = field(default_factory=KnownStages, repr=False)
+    _looks: dict[int, Any] = field(default_factory=dict, repr=False)
     _traced: dict[int, list[Program]] = field(default_factory=dict, repr=False)
     _fingerprints: dict[Any, str] = field(default_factory=dict, repr=False)  # by jaxprs' ids, and by their forms
 
@@ -60,15 +70,19 @@ class CutStep:
     def cost(self, stage: int, where: SubMeshModel, in_flight: float, **effort: Any) -> StageCost | None:
         """One stage planned on a sub-mesh; `effort` are further keywords of `stage_cost`.
 
-        A stage is formulated once for each kind of sub-mesh.
+        What looks alike is formulated once for each kind of sub-mesh, and planned once in each way.
 
         Raises:
             ConflictError: the tactics leave nothing there.
             FormulationTimeout: planning on the sub-mesh has to end.
         """
-        key = stage, tuple(where.mesh.shape.items()), where.topology
-        if key not in self._formulated:
-            self._formulated[key] = formulated_stage(
+        limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
+        key = self._look(stage), self.programs.microbatches, tuple(where.mesh.shape.items()), where.topology
+        asked = key, limit, in_flight, tuple(sorted(effort.items()))
+        if asked in self.known.costs:
+            return self.known.costs[asked]
+        if key not in self.known.formulated:
+            self.known.formulated[key] = formulated_stage(
                 self.of_stage(stage),
                 self.traced(stage),
                 where,
@@ -78,9 +92,11 @@ class CutStep:
                 self._fixed,
                 self.tactics,
             )
-        limit = where.memory * where.backend.usable if math.isfinite(where.memory) else None
         how: dict[str, Any] = {"until": where.until, "search": self.search, **effort}
-        return stage_cost(self._formulated[key], limit, in_flight, **how)
+        found = stage_cost(self.known.formulated[key], limit, in_flight, **how)
+        if time.monotonic() < where.until:  # what a search had time for
+            self.known.costs[asked] = found
+        return found
 
     @cached_property
     def _fixed(self) -> dict[Key, Layout]:
@@ -97,6 +113,12 @@ class CutStep:
         return [first.setdefault(self._look(stage), stage) for stage in range(self.programs.stages)]
 
     def _look(self, stage: int) -> Any:
+        """Equal for stages that are alike, also of other cuts of the same step into as many microbatches."""
+        if stage not in self._looks:
+            self._looks[stage] = self._look_of(stage)
+        return self._looks[stage]
+
+    def _look_of(self, stage: int) -> Any:
         own, kept = self.of_stage(stage), set(self.programs.kept[stage])
         number: dict[Key, int] = {}
         names = [
@@ -105,7 +127,8 @@ class CutStep:
         ]
         prints = tuple((one.kind, self._fingerprint(stage, n)) for n, one in enumerate(own))
         homes = tuple((self.programs.homes.get(key) == stage, self._fixed.get(key)) for key in number)
-        left = () if self.tactics is None else tuple(map(self.tactics.look, own))
+        # What roles a cut finds is its own.
+        left = () if self.tactics is None else (self.tactics, *map(self.tactics.look, own))
         return prints, str(names), homes, left
 
     def _fingerprint(self, stage: int, number: int) -> str:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autoshard.compiled.verification import Verification, compiled, verification
 from autoshard.errors import MemoryLimitError, PlanError
+from autoshard.layout import local_shape, replicated
 from autoshard.options import Options
 from autoshard.plans.annotations import Annotations
 from autoshard.plans.files import from_json, to_json, to_text
@@ -102,6 +103,21 @@ class PipelinePlan(Plan):
         """What asks for such stages."""
         assert self.saved is not None, "it is made of a pipeline"
         return PipelineRequest(self.saved.stages, self.saved.microbatches, self.saved.schedule, self.saved.chunks)
+
+    @cached_property
+    def argument_bytes(self) -> int:
+        """What the arguments take of the memory of the device that has most of them."""
+        held = [0.0] * len(self._parts)
+        for one, parts in zip(self.arguments, self.argument_parts, strict=True):
+            sizes = [self._local_size(part) for part in parts]
+            for part, size in zip(parts, sizes, strict=True):  # `local_bytes` are those of the largest part
+                held[part.device] += one.local_bytes * size / max(sizes) if size else 0.0
+        return round(max(held, default=0.0))
+
+    def _local_size(self, part: ArrayPart) -> int:
+        """Elements on each device of its stage."""
+        layout = replicated(len(part.shape)) if part.layout is None else part.layout
+        return math.prod(local_shape(part.shape, layout, self._parts[part.device].axes))
 
     @property
     def choices(self) -> Mapping[str, str]:

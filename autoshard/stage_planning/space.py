@@ -23,7 +23,7 @@ from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.model.xla.backends import Backend
 from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, level_of, variant_of
 from autoshard.stage_planning.sub_meshes import SubMeshShape, device_row, sub_mesh_shapes
-from autoshard.stage_planning.unit_costs import UnitCosts, UnitCut, lean_unit_costs, unit_costs, with_loops
+from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, UnitCut, lean_unit_costs, unit_costs, with_loops
 from autoshard.stage_search import MicrobatchCosts, StageSpace, StageTable
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12)  # virtual stages per device: more of them than divide the layers evenly gain little
@@ -38,6 +38,9 @@ MOST_IN_FLIGHT = 1.5
 # Seconds that a controller takes to dispatch one task and its transfers: measured on CPU with 64 programs and 56
 # transfers, 310 microseconds each. No task is taken to be shorter.
 DISPATCH_SECONDS = 3.1e-4
+# Of the work of a step as it is written, what a level of recomputation can save: a forward pass that runs again, of two
+# and a backward pass of twice the work.
+MOST_SAVED_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class SpaceRequest:
     most_stages: int = 32  # of a pipeline, however many devices there are
     until: float = math.inf  # when planning units ends, as `time.monotonic` has it: others are left then
     level: str = AS_WRITTEN  # of recomputation, at which `cut_into_units` cuts
+    enough: float = math.inf  # s per step: what takes longer for speed alone is not planned for less memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +101,12 @@ class PlannedSpace:
         Args:
             request: that of the level, for the same microbatches.
         """
-        planner = _UnitPlanner(request)
+        planner, written, devices = _UnitPlanner(request), self._planners[AS_WRITTEN], self.space.row.devices
         for count in sorted(request.planned):
             with contextlib.suppress(MicrobatchError, StageError, FormulationTimeout):
                 planner.cut(count)
-        _plan_units(planner, list(self.shapes.values()), self.space.row.devices)
+        most = request.enough / (1 - MOST_SAVED_SHARE)
+        _plan_units(planner, [one for one in self.shapes.values() if written.seconds(one, devices) <= most], devices)
         costs = {
             count: replace(
                 known,
@@ -147,6 +152,12 @@ class _UnitPlanner:
         if costs is not None:
             found[microbatches] = costs
         return costs is not None
+
+    def seconds(self, shape: SubMeshShape, devices: int) -> float:
+        """Of a step that runs on such sub-meshes alone, so many devices in all, planned for speed: of its work."""
+        work, stages = slice(0, FIELDS.index("after")), devices / shape.in_row.devices
+        found = (count * float(costs.values[work].sum()) for count, costs in self.fast[shape.in_row.name].items())
+        return min(found, default=math.inf) / stages
 
     def plan_further(self, shape: SubMeshShape, microbatches: int) -> bool:
         """Plans for speed, stages of several units too; whether costs are known now that were not."""
@@ -236,6 +247,8 @@ def _plan_units(planner: _UnitPlanner, shapes: Sequence[SubMeshShape], devices: 
     """Plans units on sub-meshes of so many devices in all, in the numbers of microbatches in which they are cut."""
     for shape in shapes:
         planned = [count for count in planner.cuts if planner.plan(shape, count)]
+        if planner.seconds(shape, devices) >= planner.request.enough:
+            continue
         # Lean plans for one number of microbatches do until one is chosen: with the most, each holds the least.
         stages = max(1, devices // shape.in_row.devices)
         for count in sorted(planned, reverse=True):

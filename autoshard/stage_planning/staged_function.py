@@ -22,7 +22,13 @@ from autoshard.program.flattening import FlatCall, flattened
 from autoshard.program.program import RewrittenPlaces
 from autoshard.program.signature import Arguments
 from autoshard.specs import check_agrees, fixed_layouts
-from autoshard.stage_planning.choosing import ChosenPipeline, CuttableSteps, PlanningTarget, choose_pipeline
+from autoshard.stage_planning.choosing import (
+    ChosenPipeline,
+    CuttableSteps,
+    PlanningTarget,
+    SlowStagesError,
+    choose_pipeline,
+)
 from autoshard.stage_planning.pipeline_plan import (
     PipelinePlan,
     check_fits,
@@ -307,8 +313,12 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
             plain = error
         try:
             until = max(begin + limit, time.monotonic() + LEAST_STAGES_SHARE * limit)
-            enough = plain.predicted.step_seconds if isinstance(plain, Plan) else math.inf
+            # Of a step that may be rewritten, stages that are too slow may not be so afterwards.
+            is_final = not self._options.rewrites
+            enough = plain.predicted.step_seconds if isinstance(plain, Plan) and is_final else math.inf
             found = self._fastest_found(traced, program, until, enough)
+        except SlowStagesError as error:
+            return _without(plain, f"pipeline='auto': {error}")
         except (MicrobatchError, StageError) as error:
             return _without(plain, f"pipeline='auto': the step runs without stages, as it cannot be cut: {error}")
         if found is None:
@@ -365,8 +375,8 @@ class AutomaticPipeline(PlannedFunction[Parameters, Result]):
         how: dict[str, Any] = {"tactics": options.tactics, "search": options.search}
         steps = CuttableSteps(traced.step, program, traced.mesh, own, levels, **how)
         machine = PlanningTarget(dict(options.mesh.shape), options.topology, options.backend, options.memory)
-        more: dict[str, Any] = {} if levels is None else {"levels": levels.seconds, "enough": enough}
-        chosen = choose_pipeline(steps, machine, until=until, **more)
+        again = None if levels is None else levels.seconds
+        chosen = choose_pipeline(steps, machine, until=until, levels=again, enough=enough)
         if chosen is None:
             return None
         pipeline = planned_pipeline(chosen, program, options, self._jit_keywords)

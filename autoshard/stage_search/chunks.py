@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autoshard.stage_search.choices import ChosenStage
 from autoshard.stage_search.simulating import ScheduleForm
-from autoshard.stage_search.tables import Numbers, StageSpace, StageTable, is_within_memory
+from autoshard.stage_search.tables import Numbers, StageSpace, StageTable
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,12 @@ class ChunkProblem:
 
     def table_of(self, start: int) -> list[StageTable]:
         """The tables of sub-meshes that may begin at a position."""
-        return [table for table in self.tables if start in table.shape.starts]
+        return self._tables_by_start[start]
+
+    @cached_property
+    def _tables_by_start(self) -> dict[int, list[StageTable]]:
+        starts = set(self.starts)
+        return {start: [table for table in self.tables if start in table.shape.starts] for start in starts}
 
     @property
     def devices(self) -> int:
@@ -50,22 +56,25 @@ def mean_bound(problem: ChunkProblem) -> float:
     """Seconds that no cut into virtual stages is below, by the mean over devices; inf if there is none."""
     made, devices, first = problem.form, problem.devices, problem.first_stages
     after = [sum(1 for stage in first if stage > i) for i in range(devices)]
-    bounds = []
+    bounds, all_seconds = [], {id(table): _seconds(problem, table) for table in problem.tables}
     for without in (False, True) if made.has_weight_tasks else (False,):  # as in `ChainProblem.leaves_out_weights`
         back = without or not made.has_weight_tasks
         rest = np.full(problem.space.layers + 1, np.inf)
         rest[-1] = 0.0
+        known: dict[tuple[int, float], list[Numbers]] = {}  # by the first device, and the share of stages that wait
         for i in range(len(made.placement) - 1, -1, -1):
-            passing = after[i] / devices if i < devices else 0.0
-            costs = []
-            for table in problem.table_of(problem.starts[i]):
-                seconds = _seconds(problem, table)
-                counted = seconds[:2] if without else seconds
-                cost = (problem.microbatches * sum(counted) + table.after) / devices
-                if passing:
-                    cost = cost + passing * (seconds[0] + seconds[1] if back else seconds[0])
-                costs.append(np.where(is_within_memory(table, 1.0), cost, np.inf))
-            rest = min_plus(costs, rest)
+            start, passing = problem.starts[i], after[i] / devices if i < devices else 0.0
+            if (start, passing) not in known:
+                costs = []
+                for table in problem.table_of(start):
+                    seconds = all_seconds[id(table)]
+                    counted = seconds[:2] if without else seconds
+                    cost = (problem.microbatches * sum(counted) + table.after) / devices
+                    if passing:
+                        cost = cost + passing * (seconds[0] + seconds[1] if back else seconds[0])
+                    costs.append(np.where(table.fits, cost, np.inf))
+                known[start, passing] = [np.min(costs, axis=0)] if costs else []
+            rest = min_plus(known[start, passing], rest)
         bounds.append(float(rest[0]))
     return max(bounds)
 
@@ -90,13 +99,15 @@ def balanced(problem: ChunkProblem) -> tuple[ChosenStage, ...] | None:
     worst[-1] = 0.0
     total = np.where(np.isfinite(worst), 0.0, np.inf)
     steps: list[tuple[Numbers, Numbers, list[StageTable]]] = []
-    for i in range(len(starts) - 1, -1, -1):
-        tables = problem.table_of(starts[i])
+    works = {id(table): np.where(table.fits, sum(_seconds(problem, table)), np.inf) for table in problem.tables}
+    known: dict[int, Numbers] = {}  # by the first device
+    for start in reversed(starts):
+        tables = problem.table_of(start)
         if not tables:
             return None
-        allowed = [is_within_memory(table, 1.0) for table in tables]
-        taken = [sum(_seconds(problem, table)) for table in tables]
-        work = np.stack([np.where(fits, one, np.inf) for fits, one in zip(allowed, taken, strict=True)])
+        if start not in known:
+            known[start] = np.stack([works[id(table)] for table in tables])
+        work = known[start]
         largest = np.maximum(work, worst[None, None, :])
         sums = work + total[None, None, :]
         # The sum decides where the largest is the same but for rounding.

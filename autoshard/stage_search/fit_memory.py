@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from autoshard.stage_search.choices import ChosenStage
 from autoshard.stage_search.chunks import ChunkProblem
+from autoshard.stage_search.tables import StageTable
+
+Run = tuple[int, int]  # the first layer of a stage, and the layer after its last
 
 _MOST_CUTS = 4  # that move together: a layer goes to a virtual stage so many further at most
 
@@ -80,16 +83,18 @@ def _stages_on_leaner_tables(
     """The stages, those of one device switched until it has room or no switch saves anything."""
     found, own, most = list(stages), _own(problem, device), states.max(axis=0)
     while _held([found[v] for v in own], states) > found[own[0]].table.shape.memory_bytes:
-        switches = [
-            (_seconds(problem, other) - _seconds(problem, found[v]), saved, v, other)
-            for flying, v in zip(most, own, strict=True)
-            for other in _others(problem, found[v])
-            if (saved := _kept(found[v], flying) - _kept(other, flying)) > 0
-        ]
+        switches = []
+        for flying, v in zip(most, own, strict=True):
+            stage, run = found[v], (found[v].first, found[v].last)
+            kept, taken = _kept(stage.table, run, flying), _seconds(problem, stage.table, run)
+            for table in problem.table_of(stage.start):
+                saved = kept - _kept(table, run, flying)
+                if saved > 0 and np.isfinite(table.work[run]):
+                    switches.append((_seconds(problem, table, run) - taken, saved, v, table))
         if not switches:
             break
-        _, _, v, other = min(switches, key=lambda one: one[0] / one[1])
-        found[v] = other
+        _, _, v, table = min(switches, key=lambda one: one[0] / one[1])
+        found[v] = replace(found[v], table=table)
     return tuple(found)
 
 
@@ -103,15 +108,6 @@ def _lacking(problem: ChunkProblem, stages: tuple[ChosenStage, ...], device: int
     return max(0.0, _held(own, states) / own[0].table.shape.memory_bytes - 1.0)
 
 
-def _others(problem: ChunkProblem, stage: ChosenStage) -> list[ChosenStage]:
-    run = stage.first, stage.last
-    return [
-        replace(stage, table=table)
-        for table in problem.table_of(stage.start)
-        if table is not stage.table and np.isfinite(table.work[run])
-    ]
-
-
 def _held(stages: Sequence[ChosenStage], states: NDArray[np.int64]) -> float:
     """Bytes that a device with these virtual stages holds at most."""
     fixed, working, saved = (
@@ -120,12 +116,12 @@ def _held(stages: Sequence[ChosenStage], states: NDArray[np.int64]) -> float:
     return sum(fixed) + max(working) + float((states @ np.array(saved)).max())
 
 
-def _kept(stage: ChosenStage, flying: float) -> float:
-    return _entry(stage, "fixed_bytes") + flying * _entry(stage, "microbatch_bytes")
+def _kept(table: StageTable, run: Run, flying: float) -> float:
+    return float(table.fixed_bytes[run] + flying * table.microbatch_bytes[run])
 
 
-def _seconds(problem: ChunkProblem, stage: ChosenStage) -> float:
-    return problem.microbatches * float(stage.table.work[stage.first, stage.last]) + _entry(stage, "after")
+def _seconds(problem: ChunkProblem, table: StageTable, run: Run) -> float:
+    return float(problem.microbatches * table.work[run] + table.after[run])
 
 
 def _entry(stage: ChosenStage, name: str) -> float:

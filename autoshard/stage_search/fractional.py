@@ -25,7 +25,7 @@ from autoshard.pipeline import Schedule
 from autoshard.pipeline.operations import OperationGraph, start_times
 from autoshard.stage_search.chunks import ChunkProblem
 from autoshard.stage_search.simulating import ScheduleFacts
-from autoshard.stage_search.tables import StageTable, is_within_memory
+from autoshard.stage_search.tables import StageTable
 from autoshard.stage_search.whole_layers import Ending, LayerLimit, least_per_layer
 
 MOST_PROGRAMS = 40  # one after the other, each with more paths
@@ -329,5 +329,5 @@ def least_of_layers(table: StageTable, *, split: bool) -> dict[str, np.ndarray]:
         else {"F": table.forward, "B": table.backward + table.weight}
     )
     figures = {**tasks, "after": table.after, "fixed": table.fixed_bytes, "microbatch": table.microbatch_bytes}
-    allowed = is_within_memory(table, 1.0)
+    allowed = table.fits
     return {name: least_per_layer(np.where(allowed, rows, np.inf)) for name, rows in figures.items()}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from autoshard.stage_search.chunks import ChunkProblem
 from autoshard.stage_search.fractional import fullest_states, least_of_layers
-from autoshard.stage_search.tables import Numbers, StageTable
+from autoshard.stage_search.tables import Numbers
 from autoshard.stage_search.whole_layers import LAST_LAYERS, Ending, WholeLayers, endings, known_stages
 
 # Prices of a device's whole memory and of a scale of seconds.
@@ -68,17 +68,17 @@ class RoomForLayers:
             in_flight: as `ScheduleFacts.in_flight`.
         """
         self._problem, self._whole, self._in_flight = problem, whole, in_flight
-        self._least = [least_of_layers(table, split=problem.form.has_weight_tasks) for table in problem.tables]
-        figures = np.concatenate(
-            [
-                np.stack([*least.values(), _least_working(table.working_bytes)])
-                for table, least in zip(problem.tables, self._least, strict=True)
-            ]
-        )
+        layers = [
+            least_of_layers(table, split=problem.form.has_weight_tasks)
+            | {"working": _least_working(table.working_bytes)}
+            for table in problem.tables
+        ]
+        figures = np.concatenate([np.stack(list(least.values())) for least in layers])
         mantissas, exponents = np.frexp(np.where(np.isfinite(figures), figures, -1.0))
         looks = np.round(mantissas, 12) * 2.0**exponents  # figures of runs are sums, and differ by rounding
         _, self._first, kinds = np.unique(looks, axis=1, return_index=True, return_inverse=True)
         self._kind = kinds.reshape(-1)
+        self._asked = {id(table): self._of_kinds(least) for table, least in zip(problem.tables, layers, strict=True)}
         own = sum(float(seconds.own.sum()) for seconds, _ in whole.ways)
         self._scale = own / len(whole.ways) / problem.devices or 1.0
         self._asks = functools.cache(self._asks_of)
@@ -166,19 +166,19 @@ class RoomForLayers:
         """What a layer asks of a device, at [state, virtual stage, kind, prices], and the bytes that it works in."""
         memory, prices = self._memory(device), self._prices(device)
         states, found, working = self._states(device), [], []
-        for table, at, is_there in self._here(device):
+        for at, is_there in self._here(device):
             held = (at["fixed"] + states[:, :, None] * at["microbatch"])[..., None] / memory * prices[:, 0]
             ways = self._whole.seconds_of(at, self._problem.microbatches)
             asked = [held + seconds[:, None] / self._scale * prices[:, 1] for seconds in ways]
             found.append(np.where(is_there[:, None], np.concatenate(asked, axis=-1), np.inf))
-            working.append(np.where(is_there, _least_working(table.working_bytes)[self._first], np.inf))
+            working.append(np.where(is_there, at["working"], np.inf))
         least = np.min(working, axis=0)
         return np.min(found, axis=0), np.where(np.isfinite(least), least, 0.0)
 
     def _prices_of(self, device: int) -> Numbers:
         """Pairs of prices, of a device's whole memory and of the scale of seconds."""
         memory, states, found = self._memory(device), self._states(device), list(_GRID)
-        for (_, one, has_one), (_, other, has_other) in itertools.combinations(self._here(device), 2):
+        for (one, has_one), (other, has_other) in itertools.combinations(self._here(device), 2):
             bytes_less = one["fixed"] - other["fixed"] + states.mean() * (one["microbatch"] - other["microbatch"])
             seconds = (self._whole.seconds_of(at, self._problem.microbatches)[0] for at in (one, other))
             seconds_more = -np.subtract(*seconds)
@@ -191,15 +191,15 @@ class RoomForLayers:
         states = fullest_states(self._in_flight[device]).astype(float)
         return np.concatenate([states, states.mean(axis=0, keepdims=True)])
 
-    def _here(self, device: int) -> list[tuple[StageTable, dict[str, Numbers], NDArray[np.bool_]]]:
-        """The tables of a device, what a layer of each kind takes and holds at least, and which kinds they have."""
-        tables, found = self._problem.table_of(device * self._problem.tables[0].shape.devices), []
-        for table, least in zip(self._problem.tables, self._least, strict=True):
-            if table in tables:
-                figures = {name: rows[self._first] for name, rows in least.items()}
-                is_there = np.isfinite(figures["fixed"])
-                found.append((table, {name: np.where(is_there, rows, 0.0) for name, rows in figures.items()}, is_there))
-        return found
+    def _here(self, device: int) -> list[tuple[dict[str, Numbers], NDArray[np.bool_]]]:
+        """Per table of a device, what a layer of each kind takes and holds at least, and which kinds it has."""
+        tables = self._problem.table_of(device * self._problem.tables[0].shape.devices)
+        return [self._asked[id(table)] for table in tables]
+
+    def _of_kinds(self, layers: Mapping[str, Numbers]) -> tuple[dict[str, Numbers], NDArray[np.bool_]]:
+        figures = {name: rows[self._first] for name, rows in layers.items()}
+        is_there = np.isfinite(figures["fixed"])
+        return {name: np.where(is_there, rows, 0.0) for name, rows in figures.items()}, is_there
 
     def _memory(self, device: int) -> float:
         return max(

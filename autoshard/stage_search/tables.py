@@ -42,6 +42,11 @@ class StageTable:
         """Seconds per microbatch."""
         return self.forward + self.backward + self.weight
 
+    @cached_property
+    def fits(self) -> NDArray[np.bool_]:
+        """Which stages fit with one microbatch in flight."""
+        return is_within_memory(self, 1.0)
+
 
 def is_within_memory(table: StageTable, in_flight: float) -> NDArray[np.bool_]:
     """Which stages fit with so many microbatches in flight, at [first layer, layer after the last]."""

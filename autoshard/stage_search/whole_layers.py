@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.stage_search.tables import MicrobatchCosts, Numbers, StageSpace, StageTable, is_within_memory
+from autoshard.stage_search.tables import MicrobatchCosts, Numbers, StageSpace, StageTable
 
 Ending = tuple[int, ...]
 """How the last layers are cut. Entry i: how many virtual stages come after that of the layer at i + 1 from the end."""
@@ -152,7 +152,7 @@ class WholeLayers:
         for counts_weight, counts_back in [(True, False), (False, True)] if has_weight_tasks else [(True, True)]:
             own, passed = [], []
             for table in tables:
-                allowed = is_within_memory(table, 1.0)
+                allowed = table.fits
                 back = table.backward if has_weight_tasks else table.backward + table.weight
                 work = table.work if counts_weight else table.forward + table.backward
                 own.append(np.where(allowed, microbatches * work + table.after, np.inf))

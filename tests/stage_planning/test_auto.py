@@ -1,5 +1,6 @@
 """pipeline='auto' and the plans of pipelines: what is chosen, what plans say, that steps compute the same numbers."""
 
+import re
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +14,7 @@ from autoshard import autoshard, plan, topology
 from autoshard.errors import ArgumentError, MemoryLimitError, StageError
 from autoshard.options import options_of
 from autoshard.pipeline import schedule
+from autoshard.report.units import bytes_text
 from autoshard.stage_planning import choosing
 from autoshard.stage_planning.pipeline_plan import PipelinePlan
 from autoshard.stage_planning.planned_stage import _hops
@@ -100,6 +102,11 @@ def test_what_has_one_name_lies_one_way_in_all_programs_of_a_stage(found):
     assert any(key.kind == "sum" for _, key in layouts)
 
 
+def test_arguments_count_on_the_device_that_has_most(found):
+    assert found.argument_bytes == 4 * (LAYERS // 2 * WIDTH**2 + ROWS * WIDTH)
+    assert f"Arguments ({bytes_text(found.argument_bytes)} per device)" in str(found)
+
+
 def test_the_timeline_is_in_the_html_report(found, tmp_path):
     page = found.show(tmp_path / "plan.html").read_text()
     assert page.count("<title>F(") == found.timeline.schedule.microbatches * len(found.stages)
@@ -125,11 +132,20 @@ def test_the_plan_without_stages_is_kept_where_it_is_faster(mesh):
     automatic = autoshard(step, mesh=mesh, pipeline="auto")
     chosen = automatic.plan(*arguments())
     assert chosen.stages == () and chosen.timeline is None
-    assert "the best pipeline found takes" in str(chosen)
+    assert "dispatching the tasks of a pipeline takes 0.00186 s per step or more" in str(chosen)
     assert chosen.predicted == plan(step, *arguments(), mesh=mesh).predicted
     with pytest.raises(StageError, match="step runs without stages"):
         automatic.pipeline(*arguments())
     assert automatic(*arguments())[1] == pytest.approx(jax.jit(step)(*arguments())[1])
+
+
+def test_stages_are_not_planned_where_their_layers_alone_take_too_long(mesh, monkeypatch):
+    for name in ("exact_pipeline", "with_less_room"):
+        monkeypatch.setattr(choosing, name, None)
+    monkeypatch.setattr(choosing, "DISPATCH_SECONDS", 0.0)
+    chosen = plan(step, *arguments(), mesh=mesh, pipeline="auto")
+    (told,) = (one for one in chosen.warnings if "by the costs of its layers no pipeline takes less than" in one)
+    assert float(re.search(r"less than (\S+) s per step", told)[1]) > chosen.predicted.step_seconds
 
 
 def test_a_step_that_cannot_run_in_microbatches_runs_without_stages(mesh):

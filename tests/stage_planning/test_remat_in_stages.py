@@ -178,7 +178,7 @@ def test_levels_have_time_of_their_own_where_nothing_fits_without(monkeypatch, f
     space.with_level = lambda request: space
     best = SimpleNamespace(simulated=SimpleNamespace(seconds=1.0)) if fits else None
 
-    def searched(found, steps, machine, settings, until):
+    def searched(found, steps, machine, settings, until, enough=None):
         ends.append(until)
         time.sleep(0.1)
         return choosing._Outcome(best, 1.0, None, 1.0), found, None

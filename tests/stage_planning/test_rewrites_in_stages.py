@@ -7,7 +7,7 @@ import pytest
 
 from autoshard import ArgumentError, MemoryLimitError, autoshard
 from autoshard.decorated import ShardedFunction
-from autoshard.stage_planning import staged_function
+from autoshard.stage_planning import choosing, staged_function
 
 LAWS = ["product_chain"]
 
@@ -24,7 +24,8 @@ def step(weights, x):
 @pytest.fixture
 def how(monkeypatch):
     """Two stages on a machine whose tasks are dispatched in no time, so that what they compute counts."""
-    monkeypatch.setattr(staged_function, "DISPATCH_SECONDS", 0.0)
+    for module in (choosing, staged_function):
+        monkeypatch.setattr(module, "DISPATCH_SECONDS", 0.0)
     mesh = jax.make_mesh((2,), ("stage",), devices=jax.devices()[:2])
     return {"mesh": mesh, "topology": "v5e:2", "pipeline": {"stages": 2, "microbatches": 2}}
 

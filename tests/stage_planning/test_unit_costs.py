@@ -3,16 +3,23 @@
 import math
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
-from autoshard import topology
+from autoshard import autoshard, topology
+from autoshard.model.xla.backends import V5E
 from autoshard.solver.problem import Solution
 from autoshard.stage_planning import costs
-from autoshard.stage_planning.costs import StageCost
+from autoshard.stage_planning.choosing import CuttableSteps
+from autoshard.stage_planning.costs import StageCost, SubMeshModel
+from autoshard.stage_planning.recomputing.levels import AS_WRITTEN, RecomputationLevels
 from autoshard.stage_planning.space import SpaceRequest, between_microbatches, planned_space
 from autoshard.stage_planning.unit_costs import FIELDS, UnitCosts, kinds_of, lean_unit_costs, with_loops
 from autoshard.stage_search import SubMesh
+from autoshard.variants.variant import Variant
 
 
 def unit_costs_of(**rows):
@@ -113,3 +120,28 @@ def test_a_limit_below_the_smallest_device_holds_for_stages_on_larger_ones(share
     backend, memory = SimpleNamespace(usable=0.5), share * machine.memory_bytes
     found = planned_space(SpaceRequest(lambda count: cut, axes, machine, backend, memory, [2], [2]))
     assert {shape.in_row.memory_bytes / machine.memory_bytes for shape in found.shapes.values()} == expected
+
+
+def test_units_that_are_alike_at_several_levels_are_planned_once():
+    def step(weights, tokens):
+        def loss(weights):
+            def layer(x, w):
+                return x + jax.nn.gelu(x @ w), None
+
+            x, _ = jax.lax.scan(layer, weights["in"][tokens], weights["layers"])
+            return jnp.mean(jnp.tanh(x @ weights["out"]) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    weights = {"in": jnp.ones((32, 16)), "layers": jnp.ones((4, 16, 16)), "out": jnp.ones((16, 64))}
+    args = weights, jnp.zeros((8, 4), jnp.int32)
+    mesh, machine = AbstractMesh((2,), ("stage",)), topology("v5e:2", {"stage": 2})
+    made = autoshard(step, mesh=mesh, topology="v5e:2").variants(*args)
+    levels = RecomputationLevels.of(made.step, machine)
+    steps = CuttableSteps(made.step, made.program(Variant()), made.mesh, levels=levels)
+    where = SubMeshModel(mesh, machine, V5E, math.inf)
+    first, second = (
+        [units.cut.cost(stage, where, 1.0) for stage in dict.fromkeys(units.planned)]
+        for units in (steps.cut_into_units(2, level) for level in (AS_WRITTEN, min(levels.prices)))
+    )
+    assert first[0] is second[0] and first[1] is not second[1]  # the embedding has nothing to compute again

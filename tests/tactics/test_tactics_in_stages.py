@@ -16,7 +16,7 @@ import autoshard
 from autoshard.errors import ConflictError, MeshError
 from autoshard.options import options_of
 from autoshard.planning import checked_rules, formulated
-from autoshard.stage_planning import costs
+from autoshard.stage_planning import choosing, costs
 from autoshard.stage_planning.choosing import CuttableSteps, PlanningTarget, choose_pipeline
 from autoshard.stages import planning, stage_tactics
 from autoshard.tactics import FSDP, DataParallel, ExpertParallel, Megatron, SequenceParallel, Ulysses, ZeRO
@@ -172,6 +172,7 @@ def test_a_search_that_is_asked_for_plans_the_stages(pipeline, monkeypatch):
 
     monkeypatch.setattr(planning, "planned", planned_program)
     monkeypatch.setattr(costs, "solve_for_plan", planned_stage)
+    monkeypatch.setattr(choosing, "DISPATCH_SECONDS", 0.0)  # so that stages of so small a step are planned at all
     model = mlp.make(layers=2, width=16, batch=16)
     how = {"mesh": AbstractMesh((2, 2), ("stage", "data")), "topology": "h100:2x2", "pipeline": pipeline}
     step, args = STEPS["scanned"]() if "backend" in pipeline else (model.step, (model.state, model.batches(0)))

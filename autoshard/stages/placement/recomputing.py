@@ -215,13 +215,13 @@ class ApartStep:
     def scope(self) -> Scope:
         """The whole step, with blocks that lie within stages."""
         plain = self.scope_of(self.whole.closed)
-        starts, stage = set[int](), 0
+        origins, starts, stage = _origins_in(plain, self.made, self.origins), set[int](), 0
         for i, eqn in enumerate(plain.body.equations[: plain.passes.turning_point]):
-            at = self.stage_of(eqn, _origins_in(plain, self.made, self.origins))
+            at = self.stage_of(eqn, origins)
             if at is not None and at > stage:
                 starts.add(i)
                 stage = at
-        return self.scope_of(self.whole.closed, apart=frozenset(starts)) if starts else plain
+        return plain.with_borders(frozenset(starts)) if starts else plain
 
     def stage_of(self, eqn: JaxprEqn, origins: Mapping[Var, EquationOrigin]) -> int | None:
         """By its place in the line of the forward pass."""
