@@ -399,8 +399,8 @@ def _ends_of_softmaxes(
         if turned or any(value.id in apart for value in wide):
             apart.update(one.value.id for one in group.outputs)
         elif repeated[group.index] and _is_normalised(group, users[group.index], and_read_again=True):
-            narrow = {value.id: _widened_from(makers.get(value.id)) for value in wide}
-            stored = [makers[one.id] for one in narrow.values() if one is not None]
+            narrow = [one for value in wide if (one := _widened_from(makers.get(value.id)))]
+            stored = [makers[one.id] for one in narrow if one.id in makers]
             for one in stored or [group]:
                 lying[one.index] = 0 if repeated[one.index] else None
             exponents.update((one.value.id, group) for one in group.outputs)
