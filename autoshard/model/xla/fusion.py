@@ -399,10 +399,9 @@ def _ends_of_softmaxes(
         if turned or any(value.id in apart for value in wide):
             apart.update(one.value.id for one in group.outputs)
         elif repeated[group.index] and _is_normalised(group, users[group.index], and_read_again=True):
-            narrow = {value.id: _widened_from(makers.get(value.id)) for value in wide}
-            stored = [makers[one.id] for one in narrow.values() if one is not None]
-            for one in stored or [group]:
-                lying[one.index] = 0 if repeated[one.index] else None
+            narrow = [source for value in wide if (source := _widened_from(makers.get(value.id)))]
+            for stored in [makers[source.id] for source in narrow if source.id in makers] or [group]:
+                lying[stored.index] = 0 if repeated[stored.index] else None
             exponents.update((one.value.id, group) for one in group.outputs)
         elif repeated[group.index] and len(wide) > 1 and _products(group, users, 2):
             softmax = next((exponents[value.id] for value in wide if value.id in exponents), None)
@@ -419,8 +418,9 @@ def _widened_from(group: Group | None) -> Value | None:
     if group is None or len(group.equations) > 1 or group.equations[0].primitive != "convert_element_type":
         return None
     (value,) = group.equations[0].inputs
-    is_narrow = isinstance(value, Value) and value.dtype.itemsize < group.outputs[0].value.dtype.itemsize
-    return value if is_narrow and not value.from_outside else None
+    if not isinstance(value, Value) or value.from_outside:
+        return None
+    return value if value.dtype.itemsize < group.outputs[0].value.dtype.itemsize else None
 
 
 def _products(group: Group, users: Sequence[Sequence[Group]], least: int = 1) -> list[Group]:

@@ -67,13 +67,17 @@ def _way_from_product(
     """
     ways: dict[int, tuple[Group, list[Group]]] = {}  # of the groups that the operation reads
     ahead: list[tuple[Group, list[Group]]] = [(reduction, [])]
+    seen: set[int] = set()
     while ahead:
         group, way = ahead.pop()
         for maker in (makers[use.value.id] for use in group.uses if use.value.id in makers):
+            if maker.index in seen:
+                continue
+            seen.add(maker.index)
             if maker.fuses and repeated[maker.index]:
                 ahead.append((maker, [*way, maker]))
             else:
-                ways.setdefault(maker.index, (maker, way))
+                ways[maker.index] = maker, way
     products = [one for one, _ in ways.values() if one.contracts and not multiplies_vector(one)]
     if not products:
         return []
