@@ -198,9 +198,14 @@ def test_a_decorated_function_is_held_against_its_plan():
     assert found.predicted == traffic(expected.predicted.collectives)
 
 
-@pytest.mark.parametrize("fn", [step, lambda x: x, 3])
-def test_what_is_not_jitted(fn):
-    with pytest.raises(ArgumentError, match=r"is not jitted; give verify jax.jit\(fn, ...\) or autoshard\(fn, ...\)"):
+NOT_JITTED = r"is not jitted; give verify jax.jit\(fn, ...\) or autoshard\(fn, ...\)"
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"), [(step, NOT_JITTED), (lambda x: x, NOT_JITTED), (3, "fn=3; a function is needed")]
+)
+def test_what_is_not_jitted(fn, said):
+    with pytest.raises(ArgumentError, match=said):
         autoshard.verify(fn, X)
 
 

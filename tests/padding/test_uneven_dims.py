@@ -246,5 +246,5 @@ def test_shares_of_resized_arrays_are_those_of_the_whole():
 
 
 def test_another_word_is_said():
-    with pytest.raises(ArgumentError, match="'auto', 'batch' or None"):
+    with pytest.raises(ArgumentError, match="pad='all'; 'batch' or 'auto' or None is needed"):
         autoshard(lambda x: x, mesh=mesh_of({"x": 8}), pad="all")
