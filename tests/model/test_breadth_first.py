@@ -46,12 +46,28 @@ def pooled(weights, x):
     return jax.grad(loss)(x)
 
 
+def recomputed(weights, x):
+    @jax.checkpoint
+    def block(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return x
+
+    def loss(weights, x):
+        for i in range(LAYERS):
+            x = block(weights[2 * i : 2 * i + 2], x)
+        return x.sum()
+
+    return jax.grad(loss)(weights, x)
+
+
 NARROW = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.int8)] * LAYERS
 X, IMAGES = f32(BATCH, WIDTH), f32(64, 32, 32)
 STEPS = {
     "slices of stacked weights": (sliced, f32(LAYERS, WIDTH, WIDTH), X),
     "wider weights": (widened, NARROW, X),
     "wider weights in a loop": (widened_in_loop, NARROW, X),
+    "blocks of jax.checkpoint": (recomputed, [f32(WIDTH, WIDTH)] * 2 * LAYERS, f32(8 * BATCH, WIDTH)),
     "random bits": (dropped_out, f32(WIDTH, WIDTH), f32(8 * BATCH, WIDTH)),
     "positions of poolings": (pooled, f32(8, 8), IMAGES),
 }
