@@ -2,7 +2,8 @@
 
 Of each computation (the program, and the body of each loop) XLA runs first what is ready first (`BFScheduler` of
 xla/hlo/transforms). So what is made of arguments in few steps, as slices and casts of weights, masks and random bits,
-is made at the start and held until its reader runs. `tests/model/test_breadth_first.py` compiles some.
+is made at the start and held until its reader runs. What `jax.checkpoint` computes again is made beside the forward
+pass. `tests/model/test_breadth_first.py` compiles some.
 """
 
 from __future__ import annotations
