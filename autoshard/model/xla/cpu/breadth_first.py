@@ -85,12 +85,12 @@ def recomputed_from(program: Program, groups: Sequence[Group]) -> list[int]:
     """Per group, the index of the first equation of the `jax.checkpoint` whose backward pass it is part of, or 0.
 
     XLA drops barriers before it schedules. So what such a backward pass computes again waits for no cotangent, and runs
-    beside the forward pass that made it first.
+    beside the forward pass that made it first. Without barriers XLA merges the two.
     """
-    first, innermost = dict[tuple, int](), list[tuple]()  # path of a recomputation -> its first equation; per equation
+    first, innermost = dict[tuple, int](), list[tuple]()  # path of a backward pass -> its first equation; per equation
     for equation in program.equations:
-        paths = (equation.path[:end] for end in range(len(equation.path), 0, -1)) if program.barriers else ()
-        innermost.append(next((path for path in paths if path in program.barriers), ()))
+        paths = (equation.path[:end] for end in range(len(equation.path), 0, -1)) if program.backward else ()
+        innermost.append(next((path for path in paths if path in program.backward), ()))
         first.setdefault(innermost[-1], equation.index)
     first[()] = 0
     return [first[innermost[group.equations[-1].index]] for group in groups]
