@@ -23,7 +23,7 @@ from autoshard.model.groups import FactorDims, Group, GroupOutput, Use, given_ev
 from autoshard.model.lifetimes import first_point_outside_loop
 from autoshard.model.workspaces import PREPARED
 from autoshard.model.xla.backends import CPU, Backend
-from autoshard.model.xla.cpu.breadth_first import ReadyPoints, ready_points
+from autoshard.model.xla.cpu.breadth_first import ReadyPoints, ready_points, recomputed_from
 from autoshard.model.xla.fusion import recomputation, scattered_values
 from autoshard.model.xla.operations import beginning, joined_operands, runs_before_readers, stack_writer
 from autoshard.model.xla.sums import added_sums, hoisted_sums, late_products, read_once
@@ -83,13 +83,14 @@ def groups_of(
     unneeded, late = _leading_to_results(program, groups, users)
     stacked = _stacked(groups, users)
     ends = _ends(groups, readers, home, len(program.equations))
-    points, after_loops = _points(groups, ends), late_products(groups, users)
+    is_breadth_first = backend.runs_ready_first
+    again_from = recomputed_from(program, groups) if is_breadth_first else [0] * len(groups)
+    points, after_loops = _points(groups, ends, again_from), late_products(groups, users)
     stored, axes = needed_outside | scattered, (mesh or {}).values()
     again = recomputation(program, groups, users, stored, backend, axes, points)
     ending = ending_products(groups, readers, home, makers, again.repeated, by_library=backend.operations.are_kernels)
     gone = [repeated and until is None for repeated, until in zip(again.repeated, again.lying, strict=True)]
     last = _last_runs(groups, users, points, gone)
-    is_breadth_first = backend.runs_ready_first
     ready = ready_points(groups, points, gone, PREPARED) if is_breadth_first else ReadyPoints(points, {})
     starts = backend.operations.least_seconds > 0
     is_ahead = starts and not backend.operations.are_kernels
@@ -399,18 +400,24 @@ def _end(
     return last if not found else found.pop() if len(found) == 1 else None
 
 
-def _points(groups: Sequence[Group], ends: Sequence[int | None]) -> list[int]:
+def _points(groups: Sequence[Group], ends: Sequence[int | None], again_from: Sequence[int]) -> list[int]:
     """`Group.point` of each group, in the order of the program but for what XLA runs as soon as it can.
 
     That is elementwise groups at an end (optimizer updates, sums of gradients in a loop), what a loop stacks, and what
-    reads nothing.
+    reads nothing. On CPU it is also what a backward pass computes again, without waiting for the backward pass.
+
+    Args:
+        ends: `Group.handed_on_at` of each.
+        again_from: `recomputed_from` of each.
     """
     points: list[int] = []
     available: dict[int, int] = {}  # value -> the point from which it is there
     for group in groups:
         point = group.equations[-1].index
-        if (ends[group.index] is not None and group.fuses) or group.is_stack or not group.uses:
-            point = max((available.get(use.value.id, 0) for use in group.uses), default=0)
+        soonest = max((available.get(use.value.id, 0) for use in group.uses), default=0)
+        is_at_end = ends[group.index] is not None and group.fuses
+        if is_at_end or group.is_stack or soonest < again_from[group.index] or not group.uses:
+            point = soonest
         points.append(point)
         available.update(
             (made.value.id, max(point + 1, first_point_outside_loop(group, made.value))) for made in group.outputs

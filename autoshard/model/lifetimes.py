@@ -13,7 +13,8 @@ Program point `t` is the moment at which equation `t` runs. Each of these holds 
 - On TPU, an argument a second time, as images lie, from its first to its last use by a convolution.
 - What a product repeats of a smaller value, in full, until the reduction that the product is folded into.
 - On CPU, what no product has to be made for, as slices and wider copies of weights, from when it is ready
-  (`xla/cpu/breadth_first.py`), and so are words of random bits and positions of poolings.
+  (`xla/cpu/breadth_first.py`), and so are words of random bits and positions of poolings. What a backward pass computes
+  again, from when the forward pass has run.
 - Every other value that is stored. It is held in the layout it is made in, from the equation that makes it to its first
   use; and in the layout it is used in, while it is used. If only a slice that elementwise readers take themselves is
   between the two layouts, the value stays in the first layout while it is used, too.

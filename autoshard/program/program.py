@@ -161,6 +161,7 @@ class Program:
     jaxpr: ClosedJaxpr = field(repr=False)
     guarded: frozenset[int] = frozenset()  # values that a recomputation reads from behind a barrier
     barriers: frozenset[EquationPath] = frozenset()  # the paths of these recomputations
+    backward: frozenset[EquationPath] = frozenset()  # the paths of all backward passes of a `jax.checkpoint`
     # The path of an equation that repeats an earlier one of its jaxpr -> the place of the earlier one in the jaxpr.
     merged: Mapping[EquationPath, int] = field(default_factory=dict, repr=False)
     # The path of an equation with a primitive of the user -> its implementation in JAX's primitives.

@@ -66,6 +66,7 @@ class JaxprReader:
         self.steered: dict[int, list] = {}  # boundary equation -> values that decide what passes it
         self.guarded: set[int] = set()
         self.barriers: set[tuple] = set()
+        self.backward: set[tuple] = set()
         self.merged: dict[tuple, int] = {}
         self.platforms: dict[tuple, tuple] = {}
         self.implementations: dict[tuple, ClosedJaxpr] = {}
@@ -109,6 +110,7 @@ class JaxprReader:
             jaxpr=closed,
             guarded=frozenset(self.guarded),
             barriers=frozenset(self.barriers),
+            backward=frozenset(self.backward),
             merged=self.merged,
             platforms=self.platforms,
             implementations=self.implementations,
@@ -154,6 +156,7 @@ class JaxprReader:
             behind = {x.id for x in itertools.compress(inputs, guards(eqn)) if isinstance(x, Value)}
             self.guarded |= behind
             self.barriers |= {at.path} if behind else set()
+            self.backward.add(at.path)
         if opened is not None:
             if eqn.primitive.name in REMAT | CUSTOM:
                 self.apart.add(at.path)

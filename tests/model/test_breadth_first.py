@@ -1,6 +1,7 @@
 """What XLA for CPU runs first, as it waits for the least: each peak is low where groups run in program order."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +47,29 @@ def pooled(weights, x):
     return jax.grad(loss)(x)
 
 
+def recomputed(weights, x, prevent_cse=True):
+    def block(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x) @ weight
+        return x
+
+    def loss(weights, x):
+        for i in range(LAYERS):
+            x = jax.checkpoint(block, prevent_cse=prevent_cse)(weights[2 * i : 2 * i + 2], x)
+        return x.sum()
+
+    return jax.grad(loss)(weights, x)
+
+
 NARROW = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.int8)] * LAYERS
+BLOCKS, ROWS = [f32(WIDTH, WIDTH)] * 2 * LAYERS, f32(8 * BATCH, WIDTH)
 X, IMAGES = f32(BATCH, WIDTH), f32(64, 32, 32)
 STEPS = {
     "slices of stacked weights": (sliced, f32(LAYERS, WIDTH, WIDTH), X),
     "wider weights": (widened, NARROW, X),
     "wider weights in a loop": (widened_in_loop, NARROW, X),
+    "blocks of jax.checkpoint": (recomputed, BLOCKS, ROWS),
+    "such blocks without barriers": (partial(recomputed, prevent_cse=False), BLOCKS, ROWS),
     "random bits": (dropped_out, f32(WIDTH, WIDTH), f32(8 * BATCH, WIDTH)),
     "positions of poolings": (pooled, f32(8, 8), IMAGES),
 }

@@ -2,7 +2,8 @@
 
 Of each computation (the program, and the body of each loop) XLA runs first what is ready first (`BFScheduler` of
 xla/hlo/transforms). So what is made of arguments in few steps, as slices and casts of weights, masks and random bits,
-is made at the start and held until its reader runs. `tests/model/test_breadth_first.py` compiles some.
+is made at the start and held until its reader runs. What `jax.checkpoint` computes again is made beside the forward
+pass. `tests/model/test_breadth_first.py` compiles some.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.model.groups import Group
-from autoshard.program import Equation, Value
+from autoshard.program import Equation, Program, Value
 
 _Loop = tuple[int, int]  # index of its first equation, and one past its last
 _Node = int | _Loop  # a group by its index, an equation of one by its index below zero, or a loop as one operation
@@ -78,6 +79,21 @@ def ready_points(
                 made[node] = point
             later = min(later, starts[node])
     return ReadyPoints(made, ahead)
+
+
+def recomputed_from(program: Program, groups: Sequence[Group]) -> list[int]:
+    """Per group, the index of the first equation of the `jax.checkpoint` whose backward pass it is part of, or 0.
+
+    XLA drops barriers before it schedules. So what such a backward pass computes again waits for no cotangent, and runs
+    beside the forward pass that made it first. Without barriers XLA merges the two.
+    """
+    first, innermost = dict[tuple, int](), list[tuple]()  # path of a backward pass -> its first equation; per equation
+    for equation in program.equations:
+        paths = (equation.path[:end] for end in range(len(equation.path), 0, -1)) if program.backward else ()
+        innermost.append(next((path for path in paths if path in program.backward), ()))
+        first.setdefault(innermost[-1], equation.index)
+    first[()] = 0
+    return [first[innermost[group.equations[-1].index]] for group in groups]
 
 
 def _read_for(equation: Equation, group: Group) -> Iterator[Value]:
