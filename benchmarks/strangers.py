@@ -248,7 +248,7 @@ def chosen_tasks(
     families: Mapping[tuple[str, str], str], machines: Sequence[str], only: str, sample: int | None, seed: int
 ) -> list[Task]:
     """The tasks of so many programs, in an order in which every family has its turn."""
-    names = in_turns((name for name in families if only in name[1]), families, seed)
+    names = in_turns(sorted(name for name in families if only in name[1]), families, seed)
     names.sort(key=lambda name: name[0] != "situation")  # stable: the others keep their turns
     return [
         Task(source, name, form, machine)
