@@ -399,8 +399,9 @@ def _ends_of_softmaxes(
         if turned or any(value.id in apart for value in wide):
             apart.update(one.value.id for one in group.outputs)
         elif repeated[group.index] and _is_normalised(group, users[group.index], and_read_again=True):
-            narrow = [source for value in wide if (source := _widened_from(makers.get(value.id)))]
-            for stored in [makers[source.id] for source in narrow if source.id in makers] or [group]:
+            widening = [makers[value.id] for value in wide if value.id in makers and makers[value.id].widens]
+            narrow = [use.value.id for one in widening for use in one.uses if use.value.id in makers]
+            for stored in [makers[id] for id in narrow] or [group]:
                 lying[stored.index] = 0 if repeated[stored.index] else None
             exponents.update((one.value.id, group) for one in group.outputs)
         elif repeated[group.index] and len(wide) > 1 and _products(group, users, 2):
@@ -411,16 +412,6 @@ def _ends_of_softmaxes(
                     if repeated[one.index] and lying[one.index] is None and _feeds_products_first(one, group, users):
                         lying[one.index] = points[group.index] + 1
     return lying
-
-
-def _widened_from(group: Group | None) -> Value | None:
-    """What a group makes wider, and does nothing else with."""
-    if group is None or len(group.equations) > 1 or group.equations[0].primitive != "convert_element_type":
-        return None
-    (value,) = group.equations[0].inputs
-    if not isinstance(value, Value) or value.from_outside:
-        return None
-    return value if value.dtype.itemsize < group.outputs[0].value.dtype.itemsize else None
 
 
 def _products(group: Group, users: Sequence[Sequence[Group]], least: int = 1) -> list[Group]:
