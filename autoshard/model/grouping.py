@@ -80,7 +80,7 @@ def groups_of(
     hoisted = hoisted_sums(program, once, home) if backend.sums.hoists else {}
     summed = added_sums(program, once, home) if backend.sums.adds_first else {}
     users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
-    unneeded, late = _leading_to_results(program, groups, users)
+    unneeded, late, multiplied = _leading_to_results(program, groups, users)
     stacked = _stacked(groups, users)
     ends = _ends(groups, readers, home, len(program.equations))
     is_breadth_first = backend.runs_ready_first
@@ -107,6 +107,7 @@ def groups_of(
             summands=summed[i][1] if i in summed else 1,
             feeds_no_state=unneeded[i],
             feeds_only_results=late[i],
+            feeds_products=multiplied[i],
             is_stacked=stacked[i],
             handed_on_at=ends[i],
             is_late=after_loops[i],
@@ -118,7 +119,7 @@ def groups_of(
             lies_until=again.lying[i],
             is_sunk=again.sunk[i],
             is_normalising=i in again.normalising,
-            ends_product=ending[i],
+            ends_product=ending[i] is not None,
             begins=begins[i],
             runs_ahead=ahead[i],
             read_before=beside[i],
@@ -240,18 +241,19 @@ def _counting_turns(program: Program, home: Mapping[int, Group]) -> set[int]:
 
 def _leading_to_results(
     program: Program, groups: Sequence[Group], users: Sequence[Sequence[Group]]
-) -> tuple[list[bool], list[bool]]:
-    """`Group.feeds_no_state` and `Group.feeds_only_results` of each group."""
+) -> tuple[list[bool], list[bool], list[bool]]:
+    """`Group.feeds_no_state`, `Group.feeds_only_results` and `Group.feeds_products` of each group."""
     carried = {id(program.results[result]) for result in program.carried.values()}
-    unneeded, late = [False] * len(groups), [False] * len(groups)
+    unneeded, late, multiplied = ([False] * len(groups) for _ in range(3))
     for group in reversed(groups):
         read = users[group.index]
+        multiplied[group.index] = any(user.contracts or multiplied[user.index] for user in read)
         unneeded[group.index] = all(user is group or unneeded[user.index] for user in read) and not any(
             id(made.value) in carried for made in group.outputs
         )
         decides = not read and any(made.value.trips > 1 for made in group.outputs)  # whether a loop goes on
         late[group.index] = not decides and all(user is group or (user.fuses and late[user.index]) for user in read)
-    return unneeded, late
+    return unneeded, late, multiplied
 
 
 def _stacked(groups: Sequence[Group], users: Sequence[Sequence[Group]]) -> list[bool]:

@@ -74,6 +74,7 @@ class Group:
     summands: int = 1  # how many sums the accumulator adds up
     feeds_no_state: bool = False  # whether only results that replace no argument depend on it, as a loss does
     feeds_only_results: bool = False  # whether its outputs reach nothing but results, through elementwise groups alone
+    feeds_products: bool = False  # whether a product reads what is made of its outputs
     handed_on_at: int | None = None  # the last point of its readers, if these are results or carries of a loop alone
     is_late: bool = False  # whether XLA for TPU runs it after all loops, if it needs no collective
     point: int = 0  # the program point at which it runs

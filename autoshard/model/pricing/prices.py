@@ -457,16 +457,16 @@ class PriceList:
     def _finish_seconds(self, finish: Finish, size: int, group: Group) -> float:
         """Of sums that are added up before they are reduced each pays its part."""
         among = finish.devices(self.mesh) if finish.groups else None
-        late = group.feeds_only_results
-        return self._collective(finish.kind, finish.axes, size, among, late=late) / group.summands
+        return self._collective(finish.kind, finish.axes, size, among, late=group.feeds_only_results) / group.summands
 
     def _signature(self, group: Group) -> tuple:
         """Equal for groups whose strategies and seconds are equal."""
         figures, place = self.work.traffic.figures, itertools.count()
+        read_instead, before = self.work.traffic.read_instead, group.read_before or ()
         places: dict[int, int] = defaultdict(lambda: next(place))  # two operands may be made of the same
         return (
             tuple(
-                tuple((places[value.id], *figures(value)) for value in self.work.traffic.read_instead(use.value))
+                tuple((places[value.id], value.id in before, *figures(value)) for value in read_instead(use.value))
                 for use in group.uses
             ),
             tuple((figures(use.value), use.dims) for use in group.uses),
@@ -493,7 +493,7 @@ class PriceList:
             group.passes_before,
             self.work.is_alone(group),
             self.work.products.figures(group),
-            None if group.read_before is None else tuple(one.value.id in group.read_before for one in group.uses),
+            group.runs_beside,
             self.backend.operations.seconds(group),
             tuple(map(self.backend.operations.turn_seconds, group.equations)),
             group.equations[0].params.get(TURNS),

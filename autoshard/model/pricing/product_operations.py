@@ -103,12 +103,13 @@ class ProductOperations:
             )
             read = sum((np.where(size > backend.on_chip_bytes, size, 0.0) for size in sizes), start=none)
         else:
-            read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), streaming_past=())
+            before = group.read_before or frozenset()
+            read = self.traffic.read_bytes((pair for pair in uses if pair not in made_here), before, streaming=True)
             apart = ~self._runs_in_product(group, wants)
             read = read + sum((self.arrays.sizes(use.value, want) * apart for use, want in made_here), start=none)
-            read = read + self.traffic.read_bytes(made_here, streaming_past=self.products)
+            read = read + self.traffic.read_bytes(made_here, {*self.products, *before}, streaming=True)
         reduced = none
-        if facts_of(first.primitive).work is FlopRule.REDUCTION:
+        if facts_of(first.primitive).work is FlopRule.REDUCTION and not group.runs_beside:
             lies_nowhere = (
                 (use.value, want) for use, want in made_here if math.isinf(self.traffic.kept_share(use.value))
             )
@@ -147,7 +148,7 @@ class ProductOperations:
         reads = tuple((self.traffic.figures(use.value), use.dims) for use in product.uses)
         made = product.results[first.index][0], first.outputs[0].shape, tuple(product.sizes.items())
         work = first.primitive, self.flops(first), compute_dtype((first,)), first.params.get(TURNS)
-        return group.uses.index(ended), group.feeds_no_state, *work, reads, made
+        return group.uses.index(ended), group.feeds_no_state, product.feeds_products, *work, reads, made
 
     def product_lead_seconds(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
         """How long the matrix unit is at work on the product that a group ends, while others wait; per strategy.
@@ -192,15 +193,18 @@ class ProductOperations:
         """Whether a group runs in the operation of the product that it ends, per strategy.
 
         It does not if a collective finishes the product. That is taken to be so of gradients that state is updated by,
-        which devices sum up, and where devices want the same part of the product, if what they save by sharing out its
-        sum takes longer than the all_reduce of that. What is laid out anew in between counts as shared out.
+        which devices sum up and no product reads. It is also where devices want the same part of the product, if what
+        they save by sharing out its sum takes longer than the all_reduce of that. What is laid out anew in between
+        counts as shared out.
         """
         found = self.ended(group)
-        devices = math.prod(self.arrays.mesh.values())
-        updates_state = group.feeds_only_results and not group.feeds_no_state
-        if found is None or (updates_state and devices > 1):
+        if found is None:
             return np.array([False])
         ended, product = found
+        devices = math.prod(self.arrays.mesh.values())
+        updates_state = group.feeds_only_results and not group.feeds_no_state
+        if updates_state and not product.feeds_products and devices > 1:
+            return np.array([False])
         layouts = wants[group.uses.index(ended)]
         idle = [_idle_axes(layout, self.arrays.mesh) for layout in layouts]
         if not _has_shape_of(product, ended):

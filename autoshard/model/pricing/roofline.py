@@ -234,7 +234,8 @@ class GroupWork:
             passes = passes_of_joining(len(first.inputs)) if first.primitive == "concatenate" else 1.0
             read = passes * sum((size for _, size in sizes), start=np.zeros(1))
         else:
-            read = self.traffic.read_bytes(zip(group.uses, wants, strict=True), streaming_past=group.read_before or ())
+            uses = zip(group.uses, wants, strict=True)
+            read = self.traffic.read_bytes(uses, group.read_before or (), streaming=True)
         narrow = [(value, size) for value, size in sizes if self.arrays.itemsizes.stored(value) < STREAMED_BYTES]
         packed = sum((size / self.arrays.itemsizes.stored(value) for value, size in narrow), start=np.zeros(1))
         made = [size / self.arrays.itemsizes.stored(value) for value, size in sizes]
@@ -295,7 +296,7 @@ class GroupWork:
             sizes = [self.arrays.sizes(*one) for one in (*arrays, (group.outputs[0].value, makes[0]))]
             again = bytes_of_turns(first, sizes)
         passes = self.arrays.backend.fourier_products.memory_passes if first.primitive == "fft" else 0.0
-        read = self.traffic.read_bytes(zip(group.uses, wants, strict=True))
+        read = self.traffic.read_bytes(zip(group.uses, wants, strict=True), group.read_before or ())
         return read + written + again + passes * np.maximum(read, written)
 
     def _row_padding(self, equation: Equation, rows: Value, layouts: Sequence[Layout]) -> np.ndarray | float:

@@ -35,22 +35,23 @@ class Traffic:
         return self.instead.get(value.id, (value,))
 
     def read_bytes(
-        self, uses: Iterable[tuple[Use, Sequence[Layout]]], streaming_past: Container[int] | None = None
+        self, uses: Iterable[tuple[Use, Sequence[Layout]]], before: Container[int] = (), *, streaming: bool = False
     ) -> np.ndarray | float:
         """Of everything once, however many operands are made of it; per strategy.
 
         Args:
-            streaming_past: ids of what need not be read. If this is given, bytes count wherever they lie.
+            before: ids of what need not be read.
+            streaming: whether bytes count wherever they lie.
         """
         read: dict[int, np.ndarray] = {}
         for use, want in uses:
             local = self.arrays.sizes(use.value, want)
             whole = math.prod(use.value.shape) * self.arrays.itemsizes.stored(use.value)
             for value in self.read_instead(use.value):
-                if streaming_past is not None and value.id in streaming_past:
+                if value.id in before:
                     continue
                 share = math.prod(value.shape) * self.arrays.itemsizes.stored(value) / whole if whole else 0.0
-                size = local * share if streaming_past is not None else self.outside(value, local * share)
+                size = local * share if streaming else self.outside(value, local * share)
                 read[value.id] = np.maximum(read.get(value.id, 0.0), size)
         return sum(read.values(), start=0.0)
 

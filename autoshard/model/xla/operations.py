@@ -290,17 +290,17 @@ def _computes(equation: Equation) -> bool:
 
 
 def joined_operands(
-    groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[bool], *, sums_as_made: bool = False
+    groups: Sequence[Group], repeated: Sequence[bool], ending: Sequence[Group | None], *, sums_as_made: bool = False
 ) -> list[frozenset[int] | None]:
     """Per group, what earlier ones read that run in one operation with it: all go over one array, and none waits.
 
     None if it runs by itself; nothing, if later groups run in its operation. Where much stands between two groups, the
-    later one is taken to wait.
+    later one is taken to wait. Reductions that end the same product go over that.
 
     Args:
         groups: in program order.
         repeated: per group, whether its readers compute it again.
-        ending: per group, whether it is one operation with a product.
+        ending: per group, the product that is one operation with it.
         sums_as_made: whether the loop that stores an array sums it up, too. The sum then counts it as read before.
     """
     makers = {made.value.id: group.index for group in groups for made in group.outputs}
@@ -319,7 +319,10 @@ def joined_operands(
         if repeated[group.index]:
             stored.update((made.value.id, read) for made in group.outputs)
             continue
-        over = None if ending[group.index] else _loop_extent(group)
+        product = ending[group.index]
+        over = _loop_extent(group) if product is None else None
+        if product is not None and not group.fuses:
+            over, read = (product.index,), frozenset(made.value.id for made in product.outputs)
         if over is None:
             continue
         waits_for, least = _awaited(group.index, reads)
@@ -395,7 +398,7 @@ def _awaited(group: int, reads: Sequence[Sequence[int]]) -> tuple[set[int], int]
 
 
 def stack_writer(
-    stack: Group, makers: Mapping[int, Group], repeated: Sequence[bool], ending: Sequence[bool]
+    stack: Group, makers: Mapping[int, Group], repeated: Sequence[bool], ending: Sequence[Group | None]
 ) -> StackWriter:
     """Which operation writes what a loop stacks.
 
@@ -403,7 +406,7 @@ def stack_writer(
         stack: what stacks.
         makers: value -> the group that makes it.
         repeated: per group, whether its readers compute it again.
-        ending: per group, whether it is one operation with a product.
+        ending: per group, the product that is one operation with it.
     """
     found = StackWriter.ITSELF
     waiting, seen = [stack], {stack.index}
@@ -412,7 +415,7 @@ def stack_writer(
             maker = makers.get(use.value.id)
             if maker is None or maker.is_boundary:
                 continue
-            if maker.contracts or ending[maker.index]:
+            if maker.contracts or ending[maker.index] is not None:
                 return StackWriter.PRODUCT
             if maker.fuses and not repeated[maker.index]:
                 found = StackWriter.LOOP

@@ -11,6 +11,7 @@ import autoshard
 from autoshard.compiled.schedule import schedule_of
 from autoshard.mesh.chips import CHIPS
 from autoshard.mesh.targets import target_mesh
+from autoshard.model import grouping
 from autoshard.model.pricing.product_operations import ProductOperations
 
 pytest.importorskip("libtpu")
@@ -35,6 +36,13 @@ ATTENTION = [array(128, 1024, 128)] * 2
 DENSE = [array(16384, 256), array(256, 4096)]
 DEEP = [array(16384, 1024), array(1024, 4096)]
 WEIGHTS = {(256, 4096), (1024, 4096), (1, 1, 128, 512)}
+
+
+def sums(x, w):
+    made = (x @ w).astype(jnp.float32)
+    return made.sum(1), jnp.square(made).sum(1), jnp.maximum(made, 0).sum(1)
+
+
 PRODUCTS = {  # a function, and its arguments
     "scores": (scores, ATTENTION),
     "scores of 32 bits": (wide_scores, ATTENTION),
@@ -46,6 +54,7 @@ PRODUCTS = {  # a function, and its arguments
     "a residual": (lambda x, w, y: x @ w + y, [*DENSE, array(16384, 4096)]),
     "a residual of many terms": (lambda x, w, y: x @ w + y, [*DEEP, array(16384, 4096)]),
     "a sum": (lambda x, w: (x @ w).astype(jnp.float32).sum(1), DENSE),
+    "sums": (sums, DENSE),
     "the activation of an image": (
         lambda x, w: jnp.tanh(
             jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -104,6 +113,45 @@ def test_faults_of_products(monkeypatch, method, name):
     cycles = compiled(name)
     monkeypatch.setattr(ProductOperations, method, nothing)
     assert not 1 / WITHIN <= foreseen(name) / cycles <= WITHIN
+
+
+def test_sums_of_one_product_are_one_operation(monkeypatch):
+    cycles = compiled("sums")
+    monkeypatch.setattr(grouping, "joined_operands", lambda groups, *_, **how: [None] * len(groups))
+    assert foreseen("sums") / cycles > WITHIN
+
+
+def normalised(images):
+    images = images.astype(jnp.float32)
+    mean, square = images.mean((0, 1, 2)), jnp.square(images).mean((0, 1, 2))
+    return ((images - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)).astype(jnp.bfloat16)
+
+
+def test_gradients_of_normalised_images(monkeypatch):
+    """Gradients of scales are sums that run in the operation of the convolution whose result they are made of."""
+    kernels = [array(1, 1, 128, 128)] * 3
+    images, scales = array(128, 32, 32, 128), [array(128, dtype=jnp.float32)] * 2
+
+    def loss(kernels, scales, images):
+        for kernel, scale in zip(kernels[:2], scales, strict=True):
+            made = jax.lax.conv_general_dilated(
+                images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            images = jax.nn.relu(normalised(made) * scale).astype(jnp.bfloat16)
+        return jnp.square((images @ kernels[2][0, 0]).astype(jnp.float32)).mean()
+
+    lies = (P(), P(), P("x"))
+    mesh = AbstractMesh((4,), ("x",))
+
+    def evaluated():
+        how = {"in_shardings": lies, "out_shardings": P(), "mesh": mesh, "topology": MACHINES["v5e"]}
+        return autoshard.evaluate(jax.grad(loss, (0, 1)), kernels, scales, images, **how)
+
+    found = evaluated().verify(MACHINES["v5e"])
+    assert 1 / WITHIN <= found.predicted_seconds / found.schedule.step_seconds <= WITHIN
+    marked = grouping._leading_to_results
+    monkeypatch.setattr(grouping, "_leading_to_results", lambda *args: (*marked(*args)[:2], [False] * len(args[1])))
+    assert evaluated().predicted.step_seconds > 1.1 * found.predicted_seconds
 
 
 def updated(weight, x, gradient):

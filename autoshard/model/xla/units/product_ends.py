@@ -26,8 +26,8 @@ def ending_products(
     repeated: Sequence[bool],
     *,
     by_library: bool,
-) -> list[bool]:
-    """`Group.ends_product` of each group: what alone reads a product, and what reduces that or the product itself.
+) -> list[Group | None]:
+    """The product that each group ends, if any: it alone reads the product, or reduces it or what is made of it.
 
     What a reduction computes again of a product as it reads ends it, too, unless it reads what is made of the product
     by others. So the backward pass of a softmax sums up while the gradient is made, which is stored beside the sums.
@@ -41,29 +41,32 @@ def ending_products(
         repeated: per group, whether its readers compute it again.
         by_library: whether libraries make products.
     """
-    ends = [False] * len(groups)
+    ends: list[Group | None] = [None] * len(groups)
     for group in groups:
         made_by = [(use.value.id, makers[use.value.id]) for use in group.uses if use.value.id in makers]
         products = [value for value, maker in made_by if maker.contracts and not multiplies_vector(maker)]
         if group.fuses:
-            alone = any(all(home[reader.index] is group for reader, _ in readers[one]) for one in products)
-            ends[group.index] = alone and (not by_library or ends_as_libraries_do(group.equations))
+            alone = (one for one in products if all(home[reader.index] is group for reader, _ in readers[one]))
+            if not by_library or ends_as_libraries_do(group.equations):
+                ends[group.index] = next((makers[one] for one in alone), None)
         elif facts_of(group.equations[0].primitive).work is FlopRule.REDUCTION and not by_library:
-            ends[group.index] = bool(products) or any(ends[maker.index] for _, maker in made_by)
-            if not ends[group.index] and (way := _way_from_product(group, makers, repeated, ends)):
-                for one in (group, *way):
-                    ends[one.index] = True
+            read = (makers[one] if one in products else ends[maker.index] for one, maker in made_by)
+            ends[group.index] = next((one for one in read if one is not None), None)
+            if ends[group.index] is None:
+                product, way = _way_from_product(group, makers, repeated, ends)
+                for one in way:
+                    ends[one.index] = product
     return ends
 
 
 def _way_from_product(
-    reduction: Group, makers: Mapping[int, Group], repeated: Sequence[bool], ends: Sequence[bool]
-) -> list[Group]:
-    """The elementwise groups between a product and a reduction that computes them again, if these are one operation.
+    reduction: Group, makers: Mapping[int, Group], repeated: Sequence[bool], ends: Sequence[Group | None]
+) -> tuple[Group | None, list[Group]]:
+    """A product, and the groups that are one operation with it: a reduction, and the elementwise work in between.
 
-    They are not if the reduction reads what is made of the product, too. Then there are none. But of a softmax, XLA for
-    TPU finds the maxima of the rows in the same operation and stores the exponentials that it sums up. It does if they
-    are made in 32 bits, or of the product itself.
+    There are none if the reduction reads what is made of the product, too. But of a softmax, XLA for TPU finds the
+    maxima of the rows in the same operation and stores the exponentials that it sums up. It does if they are made in 32
+    bits, or of the product itself.
     """
     ways: dict[int, tuple[Group, list[Group]]] = {}  # of the groups that the operation reads
     ahead: list[tuple[Group, list[Group]]] = [(reduction, [])]
@@ -80,17 +83,19 @@ def _way_from_product(
                 ways[maker.index] = maker, way
     products = [one for one, _ in ways.values() if one.contracts and not multiplies_vector(one)]
     if not products:
-        return []
+        return None, []
     product = max(products, key=lambda one: one.index)
     size = math.prod(product.outputs[0].value.shape)
     _, way = ways.pop(product.index)
     is_elementwise = all(math.prod(one.outputs[0].value.shape) == size for one in way)
     is_near = reduction.index - product.index < _NEAR
     if not is_elementwise or not is_near:
-        return []
+        return None, []
     dependent = [one for one, _ in ways.values() if _depends_on(product, one, makers)]
     are_maxima = all(one.equations[0].primitive == "reduce_max" and ends[one.index] for one in dependent)
-    return way if not dependent or (are_maxima and any(_exponentiates(one, product, makers) for one in way)) else []
+    if dependent and not (are_maxima and any(_exponentiates(one, product, makers) for one in way)):
+        return None, []
+    return product, [reduction, *way]
 
 
 def _exponentiates(group: Group, product: Group, makers: Mapping[int, Group]) -> bool:
