@@ -27,7 +27,8 @@ from autoshard.model.xla.gpu.library_kernels import is_inverse_of_several_dims, 
 from autoshard.model.xla.gpu.sorts import POSITION_BYTES, is_kept_by_kernel
 from autoshard.model.xla.tiles import Tile, padded_size
 from autoshard.model.xla.units.rows import gathered_bytes, scattered_bytes
-from autoshard.model.xla.units.work_numbers import is_listed, sorts_in_halves
+from autoshard.model.xla.units.sorting import best_bytes, sorts_in_halves
+from autoshard.model.xla.units.work_numbers import is_listed
 from autoshard.primitives import INCOMPLETE_GAMMAS
 from autoshard.program import Equation, Value
 
@@ -347,13 +348,16 @@ def _sorted_elements(shards: ShardBytes) -> float:
     return max(_LEAST_TEMPORARY_BYTES, elements * POSITION_BYTES)
 
 
-def _sorted_unread(shards: ShardBytes) -> float:
-    """Of what keeps the largest on TPU: all elements, or the places of all, if nothing reads the best of these."""
-    if all(shards.results) or sorts_in_halves(shards.equation):
-        return 0.0
-    dtype = shards.equation.inputs[0].dtype
-    size = shards.operands[0] * (1 if shards.results[1] else POSITION_BYTES / dtype.itemsize)
-    return max(_LEAST_TEMPORARY_BYTES, size)
+def _best(shards: ShardBytes) -> float:
+    """Of what keeps the largest on TPU."""
+    are_read = bool(shards.results[0]), bool(shards.results[1])
+    held = best_bytes(shards.equation, shards.operands[0], are_read, is_kept=any(shards.kept))
+    return max(_LEAST_TEMPORARY_BYTES, held) if _leaves_unread(shards) else held
+
+
+def _leaves_unread(shards: ShardBytes) -> bool:
+    """Whether it sorts something that nothing reads."""
+    return not all(shards.results) and not sorts_in_halves(shards.equation)
 
 
 def _rotated_quarters(shards: ShardBytes) -> float:
@@ -433,7 +437,7 @@ WORKSPACES: Mapping[str, Mapping[str, Formula]] = {
         "lu": _padded_pivots,
         "rng_bit_generator": _blocks_in_rows,
         "sort": _sorted_elements,
-        "top_k": _sorted_unread,
+        "top_k": _best,
     },
 }
 
@@ -453,9 +457,11 @@ _FETCHED_BESIDE: Mapping[str, frozenset[int]] = {
 }
 
 
-def is_outside_chip(backend: str, primitive: str) -> bool:
+def is_outside_chip(backend: str, shards: ShardBytes) -> bool:
     """Whether what an operation works with lies outside a chip's own memory, wherever its results do."""
-    return backend == "tpu" and primitive in ("compute_on", "eigh", "lu", "sort", "top_k")
+    if backend == "tpu" and shards.equation.primitive == "top_k":
+        return _leaves_unread(shards)
+    return backend == "tpu" and shards.equation.primitive in ("compute_on", "eigh", "lu", "sort")
 
 
 def is_counted(backend: str, equation: Equation) -> bool:

@@ -27,10 +27,9 @@ def scratch(output: HeldOutput) -> Iterator[HeldBytes]:
         name = output.prices.backend.name
         needy = [one for one in group.equations if has_workspace(name, one.primitive)]
         for equation in needy:
-            is_outside = is_outside_chip(name, equation.primitive)
             sizes = [shard_bytes(equation, output, strategy) for strategy in output.strategies]
             usage = np.array([workspace_bytes(name, one) for one in sizes])
-            on_chip = output.may_be_on_chip and not is_outside
+            on_chip = output.may_be_on_chip and not is_outside_chip(name, sizes[0])
             yield HeldBytes(output.node, span, usage, may_be_on_chip=on_chip, is_one_buffer=False)
         if numbers := output.numbers_beside if output.prices.backend.number_bytes else 0:
             usage = np.full(len(output.strategies), numbers * output.prices.backend.number_bytes)

@@ -26,6 +26,7 @@ from autoshard.model.xla.convolutions import (
 from autoshard.model.xla.rounding import BFLOAT16_BYTES
 from autoshard.model.xla.tiles import Tile, row_padding
 from autoshard.model.xla.units.rows import copied_bytes
+from autoshard.model.xla.units.sorting import WORD_BYTES, sorts_in_halves, turned_copies, turns_rows
 from autoshard.model.xla.units.streams import STREAMED_BYTES, passes_of_joining
 from autoshard.primitives import FlopRule, facts_of
 from autoshard.program import Equation, Value
@@ -100,7 +101,7 @@ class GroupWork:
                 taken.append(library.seconds(equation.primitive, shapes, split[frozenset(group.factors_of(equation))]))
         beside = np.maximum(0.0, functools.reduce(np.maximum, taken) - self.products.product_lead_seconds(group, wants))
         least = self._least(group, pieces) + self._image_copies(group, wants, makes)
-        least = least + self._row_copies(group, wants)
+        least = least + self._row_copies(group, wants) + self._turned_copies(group, wants)
         found: list[float] = np.broadcast_to(least + beside, len(strategies)).tolist()
         return found
 
@@ -179,6 +180,21 @@ class GroupWork:
         shapes = (local_shape(array.shape, layout, self.arrays.mesh) for layout in layouts)
         copied = [copied_bytes(first, shape, itemsize) for shape in shapes]
         return 2 * np.array(copied) / self.topology.memory_bandwidth
+
+    def _turned_copies(self, group: Group, wants: Sequence[Sequence[Layout]]) -> np.ndarray | float:
+        """Seconds to turn rows that are sorted and to number their elements, if the chip has no room; per strategy."""
+        backend = self.arrays.backend
+        if not backend.streams.bandwidth_share or not turns_rows(group.equations[0]) or not group.uses:
+            return 0.0
+        first, value = group.equations[0], group.uses[0].value
+        elements = self.arrays.sizes(value, wants[0]) / self.arrays.itemsizes.stored(value)
+        size = elements * (WORD_BYTES if sorts_in_halves(first) else self.arrays.itemsizes.stored(value))
+        none, bandwidth = np.zeros(1), self.topology.memory_bandwidth
+        turned, numbered = (
+            backend.streams.seconds(elements, read, size, none, none, bandwidth, is_alone=True) for read in (size, none)
+        )
+        copies = turned_copies(first, len(group.outputs))
+        return np.where(2 * size > backend.on_chip_bytes, copies * turned + numbered, 0.0)
 
     def _copied(
         self,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import jax.numpy as jnp
 import numpy as np
 from jax.lax import RandomAlgorithm
 
 from autoshard.model.equations import is_computed
 from autoshard.model.groups import Group
 from autoshard.model.xla.operations import is_loop_over_rows
+from autoshard.model.xla.units.sorting import sorts_in_halves
 from autoshard.primitives import INCOMPLETE_GAMMAS, THREEFRY, primitives_where
 from autoshard.program import Equation, Value
 
@@ -111,11 +111,6 @@ def numbers_of(equation: Equation, *, is_read_whole: bool = True, is_result: boo
 
 def _crosses(read: Value | np.ndarray, made: Value) -> bool:
     return getattr(read, "on_host", False) != made.on_host
-
-
-def sorts_in_halves(equation: Equation) -> bool:
-    """Whether XLA for TPU finds the best without a sort that has unread results: of bfloat16, with its own halves."""
-    return equation.primitive == "top_k" and equation.inputs[0].dtype == jnp.bfloat16
 
 
 def _numbers_of_loop(equation: Equation) -> int:
