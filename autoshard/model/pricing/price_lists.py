@@ -19,7 +19,12 @@ from autoshard.model.weights import entering_loops, made_of_state
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
-from autoshard.model.xla.loop_memory import kept_on_chip_in_loops, rounded_for_loops, turns_that_read
+from autoshard.model.xla.loop_memory import (
+    kept_on_chip_in_loops,
+    lying_by_slices,
+    rounded_for_loops,
+    turns_that_read,
+)
 from autoshard.model.xla.operations import bytes_stacked_by_loop
 from autoshard.model.xla.products import matrix_dims
 from autoshard.model.xla.rounding import Itemsizes, itemsizes_of
@@ -83,11 +88,16 @@ class PriceLists:
             places=places_of(program) if backend.number_bytes else None,
             instead=read_through(groups),
             images=image_dims(program),
-            matrices=matrix_dims(program) | lying_by_rows(program) if backend.tile else None,
+            matrices=_minor_dims(program) if backend.tile else None,
             steps=ReshardingSteps(mesh, backend.gathers),
             regions=RegionPrices(program, mesh, topology, backend, formulate),
         )
         return cls(program, groups, backend, prices)
+
+
+def _minor_dims(program: Program) -> dict[int, tuple[int, ...]]:
+    """Values whose two minor dims are not any -> those among which they are."""
+    return matrix_dims(program) | lying_by_rows(program) | lying_by_slices(program)
 
 
 def _kept(

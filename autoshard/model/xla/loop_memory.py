@@ -165,3 +165,9 @@ def _multiplied(program: Program, converted: bool = True) -> set[int]:
         if passed_on or is_matrix_product(equation):
             found.update(value.id for value in equation.inputs if isinstance(value, Value))
     return found
+
+
+def lying_by_slices(program: Program) -> dict[int, tuple[int, ...]]:
+    """What loops stack -> the dims of one slice. A loop writes slices as they lie, so the minor dims are of these."""
+    stacks = (equation.outputs[0] for equation in program.equations if equation.primitive == "scan_stack")
+    return {stack.id: tuple(range(1, len(stack.shape))) for stack in stacks if len(stack.shape) > 2}
