@@ -397,9 +397,9 @@ class Emitter:
             handed_on = self.handed_on(results[:carries], path)
             return handed_on, [self.crossing(x, (*path, "stack", i)) for i, x in enumerate(results[carries:])]
 
-        finals, stacked = jax.lax.scan(
-            step, carry_arrays, stacks, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-        )
+        how = {name: params[name] for name in ("length", "reverse", "unroll")}
+        with named_after(self.boundary_of(path)):
+            finals, stacked = jax.lax.scan(step, carry_arrays, stacks, **how)
         return [self.entered(array, (*path, "carry", i), output=1) for i, array in enumerate(finals)] + [
             self.entered(array, (*path, "stack", i)) for i, array in enumerate(stacked)
         ]
@@ -424,8 +424,14 @@ class Emitter:
             still = going_on(entries)  # under vmap there is a flag per loop of the batch, and each loop stops by itself
             return [_where(still, new, old) for new, old in zip(handed_on, carry, strict=True)]
 
-        finals = jax.lax.while_loop(test, body, outside[consts:])
+        with named_after(self.boundary_of(path)):
+            finals = jax.lax.while_loop(test, body, outside[consts:])
         return [self.entered(array, (*path, "carry", i), output=1) for i, array in enumerate(finals)]
+
+    def boundary_of(self, path: tuple) -> Equation | None:
+        """An equation at the boundary of a loop, which has the line of the loop."""
+        kinds = ("carry", "slice", "stack", "const")
+        return next((self.equations[(*path, kind, 0)] for kind in kinds if (*path, kind, 0) in self.equations), None)
 
     def loop_operands(self, operands: list[ShardedArray], path: tuple, consts: int, carries: int) -> list:
         kinds = [("const", i) for i in range(consts)] + [("carry", i) for i in range(carries)]

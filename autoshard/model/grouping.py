@@ -102,7 +102,7 @@ def groups_of(
     return [
         replace(
             group,
-            hoisted_all_reduces=hoisted.get(i),
+            loop_total=hoisted.get(i),
             accumulator=summed[i][0] if i in summed else None,
             summands=summed[i][1] if i in summed else 1,
             feeds_no_state=unneeded[i],

@@ -69,7 +69,7 @@ class Group:
     outputs: tuple[GroupOutput, ...]
     reaches: tuple[Reach[int], ...] = ()  # of its one equation: what devices read beyond their shards
     batch_factor: int | None = None  # of windows: the factor along which no window moves
-    hoisted_all_reduces: int | None = None  # how many per step finish its sum, if a loop only adds up partial sums
+    loop_total: Value | None = None  # what leaves a loop that only adds up its partial sums: they are reduced after it
     accumulator: int | None = None  # of a sum: id of the total to which XLA adds several sums before it reduces them
     summands: int = 1  # how many sums the accumulator adds up
     feeds_no_state: bool = False  # whether only results that replace no argument depend on it, as a loss does
@@ -95,6 +95,15 @@ class Group:
     is_copy: bool = False  # whether it is a result that only moves an argument: XLA has to write a copy
     passes_before: int = 0  # passes over the buffer before it inserts into it: 2 for a copy, 1 for filling
     last_point: int = 0  # the last point at which it runs; later than `point` if readers compute it again
+
+    @property
+    def hoisted_all_reduces(self) -> int | None:
+        """How many per step finish its sum, if a loop only adds up partial sums."""
+        return None if self.loop_total is None else self.loop_total.trips
+
+    def reduced(self, output: int, *, after_loop: bool) -> Value:
+        """What devices add up of an output: the output, or the total that leaves the loop which adds it up."""
+        return self.loop_total if self.loop_total is not None and after_loop else self.outputs[output].value
 
     @property
     def lies_nowhere(self) -> bool:

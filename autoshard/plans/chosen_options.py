@@ -250,12 +250,15 @@ class ChosenOptions:
 
     def add_finishes(self, costs: StepCosts, group: Group, strategy: Strategy) -> None:
         """Adds the collectives that finish partial sums; what several groups add up together is reduced once."""
-        strategy = self.with_merged_slices(group, strategy)
-        for finish, size in zip(strategy.finishes, self.prices.finish_bytes(group, strategy), strict=True):
+        merged, stays = self.with_merged_slices(group, strategy), self.stays(group)
+        after_loop = stays and all(one.kind == ALL_REDUCE for one in strategy.finishes)
+        sizes = self.prices.finish_bytes(group, merged, after_loop=after_loop)
+        for finish, size in zip(merged.finishes, sizes, strict=True):
             if group.accumulator is not None and not costs.is_first((group.accumulator, finish.kind, finish.axes)):
                 continue
             reduced = group.equations[-1]
-            runs = group.finish_trips(finish.kind) if self.stays(group) else group.trips
+            kind = finish.kind if finish in strategy.finishes else ALL_REDUCE
+            runs = group.finish_trips(kind) if stays else group.trips
             turns = group.guessed if runs == group.trips else 1
             why = f"partial {'results' if group.gathers_per_output else 'sums'} of {reduced.primitive}"
             costs.run(finish.kind, finish.axes, size, runs, turns, reduced.source, why)
@@ -263,11 +266,14 @@ class ChosenOptions:
     def with_merged_slices(self, group: Group, strategy: Strategy) -> Strategy:
         """The strategy with the collectives that XLA makes where all that read a sum want one slice of it.
 
+        Of a sum that a loop adds up, what leaves the loop is read.
+
         They take no longer than its own, by which the step is priced: XLA combines them as it does all_reduces.
         """
         if not strategy.finishes or len(group.outputs) != 1:
             return strategy
-        value = group.outputs[0].value
+        total = group.loop_total if self.stays(group) else None
+        value = total or group.outputs[0].value
         home, wants = self.homes[value.id], {self.want(reader) for reader in self.formulation.readers[value.id]}
         if len(wants) != 1 or wants == {home} or value.id in self.copies:
             return strategy

@@ -27,7 +27,7 @@ from autoshard.model.pricing.resharding_steps import ReshardingSteps, differ, pl
 from autoshard.model.pricing.roofline import GroupWork
 from autoshard.model.pricing.sizes import ArraySizes
 from autoshard.model.regions.pricing import REGIONS, Region, RegionPrices
-from autoshard.model.strategies import Finish, Strategy
+from autoshard.model.strategies import ALL_REDUCE, Finish, Strategy
 from autoshard.model.xla.backends import CPU, Backend
 from autoshard.model.xla.convolutions import TURNS, ImageDims
 from autoshard.model.xla.gathers import combined
@@ -265,9 +265,10 @@ class PriceList:
             return 0.0
         return 2 * self.writing(value, layout) + least
 
-    def finish_bytes(self, group: Group, strategy: Strategy) -> list[int]:
-        """Bytes of the result of each of the strategy's own collectives, one run."""
-        return [math.ceil(x.elements * self.itemsizes.summed(group.outputs[x.output].value)) for x in strategy.finishes]
+    def finish_bytes(self, group: Group, strategy: Strategy, *, after_loop: bool = False) -> list[int]:
+        """Bytes of the result of each of its own collectives, one run; after a loop all of them, or the all_reduces."""
+        made = [(x, group.reduced(x.output, after_loop=after_loop or x.kind == ALL_REDUCE)) for x in strategy.finishes]
+        return [math.ceil(x.elements * self.itemsizes.summed(value)) for x, value in made]
 
     def halo_bytes(self, group: Group, strategy: Strategy) -> list[int]:
         """Bytes of each halo that a device receives, one run."""
@@ -388,14 +389,13 @@ class PriceList:
         if self.region(group, strategies[0]) is not None:
             regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
             return tuple(self._region_seconds(group, region) for region in regions if region is not None)
-        ends = group.handed_on_at is not None
         for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, makes), strict=True):
             self.memo.tick()
             communication = hidden = 0.0
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
                 cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
                 communication += cost
-                hidden += cost * self.backend.overlap.of(finish.kind) * ends
+                hidden += cost * self.backend.overlap.of(finish.kind) * (group.handed_on_at is not None)
             for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
                 cost = self._collective("collective_permute", halo.axes, size) * group.trips
                 communication += cost / halo.readers

@@ -64,8 +64,8 @@ def sums_in_loops(program: Program, once: Set[int]) -> Iterator[tuple[Equation, 
             yield carry, total, chain
 
 
-def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) -> dict[int, int]:
-    """Groups that make what a loop only adds up, or pass it on -> `Group.hoisted_all_reduces`.
+def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) -> dict[int, Value]:
+    """Groups that make what a loop only adds up, or pass it on -> `Group.loop_total`.
 
     Args:
         once: the values that are read once.
@@ -75,7 +75,7 @@ def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) ->
     for carry, _, makers in sums_in_loops(program, once):
         for maker in makers:
             if facts_of(maker.primitive).is_linear or home[maker.index].reduction:
-                found[home[maker.index].index] = carry.outputs[1].trips
+                found[home[maker.index].index] = carry.outputs[1]
     return found
 
 

@@ -11,10 +11,12 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import f32
 
 from autoshard import plan
 from autoshard.compiled.collectives import read_collectives
 from autoshard.mesh.targets import target_mesh
+from autoshard.model.groups import Group
 from autoshard.model.xla import scatters
 from autoshard.model.xla.backends import backend_of
 from autoshard.model.xla.scatters import merges_slices, sent_slices
@@ -259,3 +261,36 @@ def test_sums_that_updates_slice_are_scattered(monkeypatch):
     assert {one.kind for one in made.predicted.collectives} == {"all_gather", "reduce_scatter"}
     monkeypatch.setattr(chosen_options, "merged_with_slice", lambda made, finish, *_: [finish])
     assert not plan(step, state, batch, **how).verify().collectives_agree
+
+
+def test_totals_of_loops_are_scattered(monkeypatch):
+    """What a loop adds up is reduced after it, in the bits of the total, and scattered if all want a slice of it."""
+    pytest.importorskip("libtpu")
+
+    def step(weight, batches):
+        def turn(total, x):
+            def loss(weight):
+                return jnp.mean(jnp.tanh(x @ weight.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+            return total + jax.grad(loss)(weight), None
+
+        return weight - jax.lax.scan(turn, jnp.zeros_like(weight), batches)[0]
+
+    axes = "data", "model"
+    fixed = {"weight": P(axes), "batches": P(None, axes)}
+    how = {"mesh": AbstractMesh((2, 4), axes), "topology": "v5e:2x4", "donate_argnums": 0, "fixed": fixed}
+    shapes = f32(512, 512), jax.ShapeDtypeStruct((4, 2048, 512), jnp.bfloat16)
+    made = plan(step, *shapes, **how)
+    found = made.verify()
+    assert found.collectives_agree
+    (scattered,) = (one for one in made.predicted.collectives if one.kind == "reduce_scatter")
+    assert (scattered.count, scattered.bytes) == (1, 4 * 512 * 512 // 8)
+    assert "emitter.py" not in str(found)
+    faults = (
+        (Group, "reduced", lambda group, output, **_: group.outputs[output].value),
+        (chosen_options.ChosenOptions, "stays", lambda *_: False),
+    )
+    for fault in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(*fault)
+            assert plan(step, *shapes, **how).predicted.collectives != made.predicted.collectives
