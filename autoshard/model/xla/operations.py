@@ -6,7 +6,7 @@ comes on top. Arguments that other products read are brought in while something 
 the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
 bits are counted along each dim of an array. Elementwise work and reductions that go over the same array, and do not
 wait for each other, are one operation with several results. So is a loop that stores an array, with the sums of that
-array. What a larger loop repeats along a dim is computed ahead of it, by an operation of its own.
+array, and on TPU with what a turn stacks of the same arrays. What a larger loop repeats along a dim is computed ahead of it, by an operation of its own.
 
 What works on numbers alone runs beside the rest. A device that cuts its part out of what it has whole runs an operation
 of its own for that. What something is inserted into is copied or filled before, if it cannot be written over; the
@@ -64,7 +64,8 @@ class OperationCosts:
             return 0.0
         if group.is_stack:
             stacks_arrays = any(math.prod(use.value.shape) > 1 for use in group.uses)
-            return self.least_seconds * (group.written_by is StackWriter.ITSELF and stacks_arrays)
+            is_apart = group.written_by is StackWriter.ITSELF and not group.runs_beside
+            return self.least_seconds * (is_apart and stacks_arrays)
         if not group.outputs:  # the host alone gets something
             return inside
         if group.is_known or not any(math.prod(made.value.shape) for made in group.outputs):
@@ -320,7 +321,7 @@ def joined_operands(
             stored.update((made.value.id, read) for made in group.outputs)
             continue
         product = ending[group.index]
-        over = _loop_extent(group) if product is None else None
+        over = _loop_extent(group) if product is None and (sums_as_made or not group.is_stack) else None
         if product is not None and not group.fuses:
             over, read = (product.index,), frozenset(made.value.id for made in product.outputs)
         if over is None:
@@ -363,13 +364,15 @@ def _loop_extent(group: Group) -> tuple | None:
     """What elementwise work and reductions have in common that run in one loop; None of any other group."""
     (first, *_) = group.equations
     values = [use.value for use in group.uses]
+    facts = facts_of(first.primitive)
+    reduces = facts.work is FlopRule.REDUCTION and facts.is_loop
     if group.fuses and not group.is_idle:
         if not any(map(_computes, group.equations)) or any(e.primitive == "transpose" for e in group.equations):
             return None  # what lies in another order is a copy
         values = [made.value for made in group.outputs]
-    elif facts_of(first.primitive).slices:  # parts that are as large as each other
+    elif facts.slices:  # parts that are as large as each other
         values = [made.value for made in group.outputs]
-    elif facts_of(first.primitive).work is not FlopRule.REDUCTION or not facts_of(first.primitive).is_loop:
+    elif not (reduces or group.is_stack):
         return None
     widest = max(values, key=lambda value: math.prod(value.shape), default=None)
     if widest is None or math.prod(widest.shape) <= 1:
