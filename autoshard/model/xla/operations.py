@@ -3,10 +3,12 @@
 libtpu counts 1.2 us for every elementwise operation, reduction or copy, on v5e and v5p alike, and as much again for a
 product of nothing but arguments to bring these in from memory, and to bring out a result, or what a loop stacks. Work
 comes on top. Arguments that other products read are brought in while something else runs. A product of what lies in
-the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random
-bits are counted along each dim of an array. Elementwise work and reductions that go over the same array, and do not
-wait for each other, are one operation with several results. So is a loop that stores an array, with the sums of that
-array, and on TPU with what a turn stacks of the same arrays. What a larger loop repeats along a dim is computed ahead of it, by an operation of its own.
+the chip's own memory starts at once; one of a matrix and a vector is elementwise work. Random bits are counted along
+each dim of an array.
+
+Elementwise work and reductions that go over the same array, and do not wait for each other, are one operation with
+several results. So is a loop that stores an array, with the sums of that array, and on TPU with what a turn stacks of
+the same arrays. What a larger loop repeats along a dim is computed ahead of it, by an operation of its own.
 
 What works on numbers alone runs beside the rest. A device that cuts its part out of what it has whole runs an operation
 of its own for that. What something is inserted into is copied or filled before, if it cannot be written over; the
