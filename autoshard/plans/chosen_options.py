@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -272,8 +273,9 @@ class ChosenOptions:
         """
         if not strategy.finishes or len(group.outputs) != 1:
             return strategy
-        total = group.loop_total if self.stays(group) else None
-        value = total or group.outputs[0].value
+        value, total = group.outputs[0].value, group.loop_total
+        if total is not None and self.stays(group) and math.prod(total.shape) == math.prod(value.shape):
+            value = total
         home, wants = self.homes[value.id], {self.want(reader) for reader in self.formulation.readers[value.id]}
         if len(wants) != 1 or wants == {home} or value.id in self.copies:
             return strategy

@@ -330,6 +330,16 @@ def nested(total, xs):
     return jax.lax.scan(lambda t, x: (loop_of(lambda t, y: (t + y.T @ y, None))(t, x)[0], None), total, xs)
 
 
+def in_parts(every_part):
+    """A loop that adds up the halves of a product apart, or hands on the last second half as it is."""
+
+    def turn(totals, x):
+        product = x.T @ x
+        return (totals[0] + product[:2], (totals[1] if every_part else 0) + product[2:]), None
+
+    return lambda total, xs: jax.lax.scan(turn, (total[:2], total[2:]), xs)[0]
+
+
 HOISTED = {  # a loop, what it loops over, how often its product is all_reduced; it is made as often as it runs
     "added up": (loop_of(lambda t, x: (t + x.T @ x, None)), f32(5, 8, 4), 1),
     "by way of a transpose": (loop_of(lambda t, x: (t + (x.T @ x).T, None)), f32(5, 8, 4), 1),
@@ -342,6 +352,8 @@ HOISTED = {  # a loop, what it loops over, how often its product is all_reduced;
     "given out each time": (loop_of(lambda t, x: (lambda p: (t + p, p))(x.T @ x)), f32(5, 8, 4), None),
     "a sum so far that is read": (loop_of(lambda t, x: (t + x.T @ x, t * 2)), f32(5, 8, 4), None),
     "replaced": (loop_of(lambda t, x: (x.T @ x, None)), f32(5, 8, 4), None),
+    "added up in parts": (in_parts(True), f32(5, 8, 4), 1),
+    "a part that is not added up": (in_parts(False), f32(5, 8, 4), None),
     "a loop in a loop": (nested, f32(3, 5, 8, 4), 3),
 }  # fmt: skip
 

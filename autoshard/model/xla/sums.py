@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -40,10 +41,16 @@ def read_once(program: Program) -> set[int]:
     return {value for value, count in program.reads.items() if count == 1} - results
 
 
-def sums_in_loops(program: Program, once: Set[int]) -> Iterator[tuple[Equation, Equation, list[Equation]]]:
+def sums_in_loops(
+    program: Program, once: Set[int], sliced: Set[int] = frozenset()
+) -> Iterator[tuple[Equation, Equation, list[Equation]]]:
     """Of each sum that a loop only adds to: the carry, the equation that adds, and what makes that which it adds.
 
     The last of these is the first on the way back that is not linear.
+
+    Args:
+        once: the values that are read once.
+        sliced: values that only slices read; those that are added are looked through.
     """
     for carry in (equation for equation in program.equations if equation.primitive == "scan_carry"):
         inside, _ = carry.outputs
@@ -54,10 +61,11 @@ def sums_in_loops(program: Program, once: Set[int]) -> Iterator[tuple[Equation, 
         if inside.id not in once:
             continue
         chain = []
-        while isinstance(added, Value) and added.id in program.makers and added.id in once:
+        while isinstance(added, Value) and added.id in program.makers and (added.id in once or added.id in sliced):
             maker = program.makers[added.id]
             chain.append(maker)
-            if not facts_of(maker.primitive).is_linear:
+            cuts = maker.primitive == "slice" and isinstance(maker.inputs[0], Value) and maker.inputs[0].id in sliced
+            if not facts_of(maker.primitive).is_linear and not cuts:
                 break
             added = maker.inputs[0]
         if chain:
@@ -71,10 +79,22 @@ def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) ->
         once: the values that are read once.
         home: equation index -> its group.
     """
+    readers: dict[int, list[Equation]] = defaultdict(list)
+    for equation in program.equations:
+        for value in equation.inputs:
+            if isinstance(value, Value):
+                readers[value.id].append(equation)
+    sliced = {id for id, read_by in readers.items() if all(reader.primitive == "slice" for reader in read_by)}
+    chains = [(carry, makers) for carry, _, makers in sums_in_loops(program, once, sliced)]
+    added = Counter(maker.index for _, makers in chains for maker in makers)
     found = {}
-    for carry, _, makers in sums_in_loops(program, once):
+    for carry, makers in chains:
+        parts = 1  # of what is made, each of which is added to a sum of its own
         for maker in makers:
-            if facts_of(maker.primitive).is_linear or home[maker.index].reduction:
+            parts = max(parts, sum(len(readers[made.id]) for made in maker.outputs))
+            if added[maker.index] < parts:
+                break
+            if maker.primitive == "slice" or facts_of(maker.primitive).is_linear or home[maker.index].reduction:
                 found[home[maker.index].index] = carry.outputs[1]
     return found
 
