@@ -401,8 +401,8 @@ def literal(value: Any) -> Literal:
 
 def evaluated(equations: Sequence[JaxprEqn], values: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
     """The equations run on values; each keeps the line that it comes from."""
-    read = {atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var)} | set(wanted)
-    inputs = [var for var in values if var in read]
+    read = dict.fromkeys(atom for eqn in equations for atom in eqn.invars if isinstance(atom, Var))
+    inputs = [var for var in read | dict.fromkeys(wanted) if var in values]
     operands, paths = [values[var] for var in inputs], tuple(map(str, range(len(wanted))))
     names = api_util.debug_info("autoshard", lambda *_: None, operands, {}, result_paths_thunk=lambda: paths)
     effects = frozenset[Any]().union(*(eqn.effects for eqn in equations))

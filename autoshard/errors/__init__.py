@@ -75,7 +75,7 @@ class MemoryLimitError(AutoshardError):
         *,
         budget: float,
         needed: float | Callable[[], float],
-        least: float = 0.0,
+        least: float | Callable[[], float] = 0.0,
         largest: str = "",
         leanest: Callable[[], Any] | None = None,
     ):
@@ -83,13 +83,13 @@ class MemoryLimitError(AutoshardError):
         Args:
             message: or what makes it of `needed`.
             needed: or what finds it; inf where it is not found in time.
-            least: bytes per device: it is proven that no smaller budget would do.
+            least: bytes per device: it is proven that no smaller budget would do; or what finds it.
             largest: the paragraph of the message that names the largest values.
             leanest: makes the plan that needs so little; it gives None where there is none.
         """
         super().__init__(*[message] if isinstance(message, str) else [])
-        self.budget, self.least, self.largest, self.leanest = budget, least, largest, leanest
-        self._message, self._needed = message, needed
+        self.budget, self.largest, self.leanest = budget, largest, leanest
+        self._message, self._needed, self._least = message, needed, least
 
     @property
     def needed(self) -> float:
@@ -97,6 +97,13 @@ class MemoryLimitError(AutoshardError):
         if callable(self._needed):
             self._needed = self._needed()
         return self._needed
+
+    @property
+    def least(self) -> float:
+        """Bytes per device: it is proven that no smaller budget would do."""
+        if callable(self._least):
+            self._least = self._least()
+        return self._least
 
     def __str__(self) -> str:
         if callable(self._message):

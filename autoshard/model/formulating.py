@@ -70,6 +70,7 @@ from autoshard.model.xla.rounding import Readers
 from autoshard.program import Program, Value
 from autoshard.propagation.rule import Rule
 from autoshard.solver.problem import Edge, Live, Problem
+from autoshard.solver.runtime.garbage_collection import uncollected
 
 
 def formulate(
@@ -128,6 +129,7 @@ def formulator(
         with prices.memo.ending(until):
             return _Formulator(*how, counts_memory=counts_memory).formulation(memory)
 
+    @uncollected()
     def made(offered: OptionSet | None = None, until: float = math.inf) -> Formulation:
         make_prices = functools.partial(lists().prices, offered=offered)
         found = formulation(make_prices(), until, counts_memory=True)

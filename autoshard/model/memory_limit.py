@@ -17,7 +17,7 @@ from autoshard.model.formulation import Formulation
 from autoshard.model.heap.room_in_results import RoomCut
 from autoshard.model.resharding_memory import Resharding, counted, relieved
 from autoshard.model.search_policy import CLOSE_GAP, solve_for_plan
-from autoshard.solver.problem import ForbiddenError, InfeasibleError, Live, Problem, Solution, UndecidedError
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, LeastNeed, Live, Problem, Solution, UndecidedError
 from autoshard.solver.progress import Progress
 from autoshard.solver.runtime.budget import Budget
 from autoshard.solver.searches.search_run import Search
@@ -145,7 +145,7 @@ class _LimitSearch:
         relaxed = self._relaxed(self.leanest, self.reshardings, rounds, RELAXED_ROUNDS, in_results=True)
         room = self.formulation.heap.room_in_results
         if isinstance(relaxed, InfeasibleError):
-            self._refuse_if_over(room.relaxed(self.leanest, ()), relaxed.least)
+            self._refuse_if_over(room.relaxed(self.leanest, ()), relaxed)
         elif relaxed is not None:
             self.bound = relaxed.bound
             if self.within(relaxed.choice):
@@ -244,7 +244,7 @@ class _LimitSearch:
                     rounded, spared = self._rounded()
                     continue
                 if is_bound and isinstance(error, InfeasibleError):
-                    self._refuse_if_over(self.exact, error.least - spared)
+                    self._refuse_if_over(self.exact, error, spared)
                 if is_bound and isinstance(error, UndecidedError):
                     self.bound = error.bound
                 break
@@ -308,13 +308,12 @@ class _LimitSearch:
                 raise
         if best is None:
             message = "the leanest choice is over the limit"
-            raise InfeasibleError(message, limit=self.given, needed=needed, choice=leanest)
+            raise InfeasibleError(self.given, LeastNeed(message, needed, leanest))
         return with_bound(best, self.bound if self.bound <= best.cost else free)
 
-    def _refuse_if_over(self, problem: Problem, least: float) -> None:
+    def _refuse_if_over(self, problem: Problem, error: InfeasibleError, spared: float = 0.0) -> None:
         """Raises that nothing fits, where that is proven; the arguments are those of `_least_peak`."""
-        least = _least_peak(self.formulation, problem, least, self.budget)
-        if not fits(least, self.limit):
+        if (least := _least_peak(self.formulation, problem, error, spared, self.budget)) is not None:
             raise _refusal(self.formulation, self.lean, least, self.budget) from None
 
 
@@ -396,54 +395,55 @@ def _solved(
     return replace(solution, choice=solution.choice[: len(problem.costs)])
 
 
-def _least_peak(formulation: Formulation, problem: Problem, least: float, budget: Budget) -> float:
-    """Bytes below which no choice has its peak, whatever reshardings free, as far as that is proven; 0 if nothing is.
+def _least_peak(
+    formulation: Formulation, problem: Problem, error: InfeasibleError, spared: float, budget: Budget
+) -> Callable[[], float] | None:
+    """What finds bytes over the limit below which no choice has its peak, whatever reshardings free; None: no proof.
 
     Args:
         problem: it counts no more than is held, but for what reshardings free.
-        least: bytes: it is proven that its lives hold no less.
+        error: that nothing fits in it, with as many bytes more as are `spared`.
         budget: whose clock ends the search for a proof. Its work is not spent, so that what is found later stays.
     """
     assert problem.limit is not None, "nothing fits in it"
     low = relieved(problem, formulation.reshardings, formulation.groups, formulation.prices)
     if low is problem:
-        return least - PEAK_ROUNDING
+        least = error.least - spared - PEAK_ROUNDING
+        return None if fits(least, problem.limit) else lambda: least
     own, limit = replace(budget.part(PROOF_SHARE), whole=None), problem.limit * PROOF_FACTOR + 2 * PEAK_ROUNDING
     try:
         if low is not None:
             solve_for_plan(replace(low, limit=limit), gap=ANY_GAP, time_limit=own.seconds, budget=own)
-    except InfeasibleError as error:
-        return error.least - PEAK_ROUNDING
+    except InfeasibleError as found:
+        proof = found
+        return lambda: proof.least - PEAK_ROUNDING
     except SolverError:
-        pass
-    return 0.0
+        return None
+    return None
 
 
 def _refusal(
-    formulation: Formulation, lean: Iterable[tuple[Problem, float]], least: float, budget: Budget
+    formulation: Formulation, lean: Iterable[tuple[Problem, float]], least: Callable[[], float], budget: Budget
 ) -> InfeasibleError:
     """The error that no choice fits. What would do is sought once it is asked for.
 
     Args:
         lean: the problems of which lean choices are sought.
-        least: bytes that no choice goes below with its peak.
+        least: finds the bytes that no choice goes below with its peak.
         budget: for that search, which may take as long as is left now, whenever it begins.
     """
     usable, given, seconds = formulation.prices.backend.usable, formulation.problem.limit, budget.seconds
     assert given is not None, "`solve_within` has asked for it"
 
-    def needed() -> float:
-        timed = replace(budget, until=time.monotonic() + seconds)
-        try:
-            found = chain(*(_lean_solutions(formulation, one, timed, seconds, None) for one in lean))
-            leanest, peak = min(found, key=lambda one: one[1])
-            error.choice = leanest.choice
-            return peak / usable
-        except SolverError:
-            return math.inf
+    def found() -> LeastNeed:
+        timed, needed, choice = replace(budget, until=time.monotonic() + seconds), math.inf, None
+        with contextlib.suppress(SolverError):
+            solutions = chain(*(_lean_solutions(formulation, one, timed, seconds, None) for one in lean))
+            leanest, peak = min(solutions, key=lambda one: one[1])
+            needed, choice = peak / usable, leanest.choice
+        return LeastNeed("no choice holds so little", needed, choice)
 
-    error = InfeasibleError("no choice holds so little", limit=given, needed=needed, least=least / usable)
-    return error
+    return InfeasibleError(given, found, lambda: least() / usable)
 
 
 def _lean_solutions(
@@ -463,6 +463,7 @@ def _lean_solutions(
         SolverError: the least that a choice holds was not found in time.
     """
     (problem, on_chip), first = lean, budget.part(LEANEST_SHARE)
+    late = f"how much memory it takes was not found in {time_limit:g} s; raise time_limit"
     try:
         solution = solve_for_plan(
             replace(problem, limit=0.0), time_limit=first.seconds, budget=first, progress=progress
@@ -472,9 +473,10 @@ def _lean_solutions(
     except ForbiddenError:
         raise
     except InfeasibleError as error:
-        least = error
+        if (least := error.found).choice is None:
+            raise UndecidedError(late) from error
     except SolverError as error:
-        raise UndecidedError(f"how much memory it takes was not found in {time_limit:g} s; raise time_limit") from error
+        raise UndecidedError(late) from error
     reshardings: dict[Resharding, None] = {}
     last, peak, searched = None, 0.0, (0.0, -1)
     with contextlib.suppress(SolverError):  # none was found; one that holds even less is harder to find
@@ -493,6 +495,6 @@ def _lean_solutions(
             last = _solved(formulation, leaner, reshardings, budget.part(1.0), **how)
             peak = formulation.accepted_peak(last.choice)
             yield last, peak
-    assert least.choice is not None, "`solve` says which choice needs so little"
+    assert least.choice is not None, "it is known which choice needs so little"
     leanest = Solution(least.choice, verify(problem, least.choice)[0], 0.0, "feasible")
     yield leanest, formulation.accepted_peak(leanest.choice)

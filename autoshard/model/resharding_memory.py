@@ -173,10 +173,18 @@ class Resharding:
             copies = [float(prices.arrays.local_bytes(self.value, want)) for want in wants]
             yield (start, self.used[1]), HEAP_OVERHEAD * np.array(copies)
         if self.fused:
-            lefts = dict.fromkeys(self.left[1])
-            less = [max(0.0, *(-self.extra(left, want, prices).then for left in lefts)) for want in wants]
-            if any(less):
-                yield self.used, HEAP_OVERHEAD * np.array(less)
+            itemsizes = prices.itemsizes.stored(self.value), prices.itemsizes.moving(self.value, self.copied_for)
+            shape = self.value.shape, self.value.on_host, *prices.arrays.order(self.value)
+            what = type(self), self.counts_wanted, *itemsizes, *shape
+            less = prices.memo.once(self._most_freed, self.left[1], wants, prices, of=what)
+            if less.any():
+                yield self.used, less
+
+    def _most_freed(self, lefts: Sequence[Layout], wants: Sequence[Layout], prices: PriceList) -> np.ndarray:
+        """Per option of who wants the value, the most bytes by which slices that readers take are smaller than it."""
+        different = dict.fromkeys(lefts)
+        less = [max(0.0, *(-self.extra(left, want, prices).then for left in different)) for want in wants]
+        return HEAP_OVERHEAD * np.array(less)
 
     def earliest_end_of_use(self) -> int:
         """The point up to which a resharded copy is used, whoever of the users reads it; 0 where that is not known."""

@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.solver.method import Method
 from autoshard.solver.problem import Problem, Solution
 from autoshard.solver.run import count_options
+from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.solver.settings import Goal
 from autoshard.solver.solve import solve
 from autoshard.solver.symmetry.repeated_nodes import RepeatedNodes
@@ -44,6 +45,7 @@ def goal_of(problem: Problem, *, gap: float = 0.0, accepts: Callable[[Sequence[i
     )
 
 
+@uncollected()
 def solve_for_plan(
     problem: Problem, *, gap: float = 0.0, accepts: Callable[[Sequence[int]], bool] | None = None, **limits: Any
 ) -> Solution:

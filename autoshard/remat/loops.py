@@ -210,7 +210,7 @@ def _scan(
     taken = [(stack, var) for stack, var in slices.items() if var in read]
     carried = variables(loop.carried)
     inside = {*carried, *(var for _, var in taken), *(var for eqn in equations for var in eqn.outvars)}
-    outside = [var for var in env if var in read and var not in inside]
+    outside = list(filter((read - inside).__contains__, env))  # in the order in which they are made
     params = loop.eqn.params
 
     def run(*arrays: Any) -> list[Any]:

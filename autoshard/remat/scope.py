@@ -204,12 +204,17 @@ class Scope:
         for block in itertools.chain(*self.straight.values()):
             if block in chosen and (place := block.place(chosen[block])) is not None:
                 again.setdefault(place, []).append(block)
-        late: dict[Var, Any] = {}  # what is made again, which the backward pass reads from then on
+        late = set[Var]()  # what is made again
+        read = dict(env)  # the same values, and those made again instead, which the backward pass reads from then on
         waiting: list[JaxprEqn] = []
+
+        def add(made: Mapping[Var, Any]) -> None:
+            env.update(made)
+            read.update((var, value) for var, value in made.items() if var not in late)
 
         def flush() -> None:
             made = [var for eqn in waiting for var in eqn.outvars]
-            env.update(zip(made, evaluated(waiting, env | late, made), strict=True))
+            add(dict(zip(made, evaluated(waiting, read, made), strict=True)))
             waiting.clear()
 
         for i, eqn in enumerate(self.body.equations):
@@ -226,12 +231,14 @@ class Scope:
             if i in again:
                 flush()
                 for block in again[i]:
-                    late.update(block.run_again(chosen[block], env | late))
+                    made_again = block.run_again(chosen[block], read)
+                    late.update(made_again)
+                    read.update(made_again)
             if id(eqn) in starts or id(eqn) in ends:
                 flush()
                 pair = starts.get(id(eqn)) or ends[id(eqn)]
                 run = pair.run_first if pair.first.eqn is eqn else pair.run_second
-                env.update(run(chosen[pair], env | late))
+                add(run(chosen[pair], read))
             elif (scope := self.inner.get(i)) is not None:
                 name = _BODIES[eqn.primitive.name]
                 waiting.append(eqn.replace(params={**eqn.params, name: scope.rewritten(chosen)}))

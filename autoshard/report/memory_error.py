@@ -61,9 +61,10 @@ def memory_error(
     def needed() -> float:
         return error.needed if math.isinf(error.needed) else math.ceil(error.needed)
 
-    return MemoryLimitError(
-        message, budget=error.limit, needed=needed, least=error.least, largest=largest, leanest=leanest
-    )
+    def least() -> float:
+        return error.least
+
+    return MemoryLimitError(message, budget=error.limit, needed=needed, least=least, largest=largest, leanest=leanest)
 
 
 def _listed(steps: Sequence[str]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from autoshard.errors import SolverError
 from autoshard.solver.least_memory import lean, leanest
-from autoshard.solver.problem import ForbiddenError, InfeasibleError, Problem, UndecidedError
+from autoshard.solver.problem import ForbiddenError, InfeasibleError, LeastNeed, Problem, UndecidedError
 from autoshard.solver.run import NoChoice, SolverRun
 from autoshard.solver.runtime.clock import SearchTimeout
 from autoshard.solver.verify import verify
@@ -28,23 +30,46 @@ def late_error(problem: Problem, spent: str, bound: float) -> UndecidedError:
 
 
 def infeasible_error(run: SolverRun) -> SolverError:
-    """The error that says how much memory would do. The search for it is a problem of its own: cost is no object."""
+    """The error that says how much memory would do, or that every choice is forbidden.
+
+    The search for that is a problem of its own: cost is no object. If some choice is known to be allowed, the search
+    waits until somebody wants to know, and has as long then as it would have had.
+    """
     problem = run.incumbent.problem
     run.clock.extend()
-    found = None
+    start, first = time.monotonic(), [0] * len(problem.costs)
     try:
-        with contextlib.suppress(SearchTimeout), run.clock.hurry(EXACT_SHARE):
-            found = leanest(problem, run)
-        found = found or lean(problem, run)
+        is_allowed = problem.limit is not None and math.isfinite(verify(problem, first)[0])
+        found = None if is_allowed else _needed_memory(problem, run)
     except NoChoice as error:
         return ForbiddenError(str(error) or "every choice is forbidden")
     assert problem.limit is not None, "without one every choice fits"
+
+    def sought() -> LeastNeed:
+        run.clock.resume(start)
+        return _needed_memory(problem, run)
+
+    run.report.progress = None  # whoever waited for the choice waits no more
+    return InfeasibleError(problem.limit, found or sought)
+
+
+def _needed_memory(problem: Problem, run: SolverRun) -> LeastNeed:
+    """
+    Raises:
+        NoChoice: every choice is forbidden.
+    """
+    found = None
+    with contextlib.suppress(SearchTimeout), run.clock.hurry(EXACT_SHARE):
+        found = leanest(problem, run)
+    found = found or lean(problem, run)
+    assert problem.limit is not None, "without one every choice fits"
     if found is None:
         point, least = _least_held(problem)
-        return SolverError(
+        message = (
             f"no choice fits in {problem.limit:.0f} bytes; point {point} needs {least:.0f} at least; "
             "how much memory would do was not found in time"
         )
+        return LeastNeed(message, math.inf, least=max(problem.limit, least))
     needed = verify(problem, found.choice)[1]
     point, _ = _fullest(problem, [live.usage[found.choice[live.node]] for live in problem.lives])
     if found.is_exact:
@@ -53,7 +78,7 @@ def infeasible_error(run: SolverRun) -> SolverError:
         held = f"one was found that holds {needed:.0f}, at point {point}; none holds less than {found.bound:.0f}"
     message = f"no choice fits in {problem.limit:.0f} bytes; {held}"
     least = max(problem.limit, needed if found.is_exact else found.bound)
-    return InfeasibleError(message, limit=problem.limit, needed=needed, choice=found.choice, least=least)
+    return LeastNeed(message, needed, found.choice, least)
 
 
 def _least_held(problem: Problem) -> tuple[int, float]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,35 +37,66 @@ class UndecidedError(SolverError):
         self.bound = bound  # proven: no choice costs less
 
 
+@dataclass(frozen=True)
+class LeastNeed:
+    """How much memory would do where nothing fits, as far as it was found."""
+
+    message: str
+    needed: float  # bytes: the smallest limit found that some choice meets; inf if none was found in time
+    choice: tuple[int, ...] | None = None  # that meets it, if it is known
+    least: float = 0.0  # bytes: every smaller limit is proven to be infeasible
+
+
 class InfeasibleError(SolverError):
-    """No choice stays within the memory limit. Carries the smallest limit found that some choice meets, in bytes."""
+    """No choice stays within the memory limit. Carries the smallest limit found that some choice meets, in bytes.
+
+    That nothing fits is mostly known long before the limit that would do. It is sought once it, or the message, is
+    asked for.
+    """
 
     def __init__(
         self,
-        message: str,
-        *,
         limit: float,
-        needed: float | Callable[[], float],
-        choice: tuple[int, ...] | None = None,
-        least: float = 0.0,
+        found: LeastNeed | Callable[[], LeastNeed],
+        least: Callable[[], float] | None = None,
     ):
         """
         Args:
-            needed: the smallest known limit that some choice meets, in bytes, or a function that searches for it; inf
-                if none is found in time.
-            choice: a choice that meets the limit `needed`, if it is known.
-            least: bytes: every smaller limit is proven to be infeasible.
+            limit: bytes, within which nothing fits.
+            found: how much would do, or a function that searches for it.
+            least: finds what is proven of that without this search; None: nothing does.
         """
-        super().__init__(message)
-        self.limit, self.choice, self.least = limit, choice, least
-        self._needed = needed
+        super().__init__()
+        self.limit, self._found, self._least = limit, found, least
+
+    @property
+    def found(self) -> LeastNeed:
+        """How much memory would do."""
+        if callable(self._found):
+            self._found = self._found()
+            self.args = (self._found.message,)
+        return self._found
 
     @property
     def needed(self) -> float:
         """The smallest limit found that some choice meets, in bytes; inf if none was found in time."""
-        if callable(self._needed):
-            self._needed = self._needed()
-        return self._needed
+        return self.found.needed
+
+    @property
+    def choice(self) -> tuple[int, ...] | None:
+        """A choice that meets the limit `needed`, if it is known."""
+        return self.found.choice
+
+    @property
+    def least(self) -> float:
+        """Bytes: every smaller limit is proven to be infeasible."""
+        return self.found.least if self._least is None else self._least()
+
+    def __str__(self) -> str:
+        return self.found.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.limit, replace(self.found, least=self.least))
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from autoshard.model.pricing.formulation_deadline import FormulationTimeout
 from autoshard.model.xla.backends import Backend
 from autoshard.program import Program
 from autoshard.program.tracing import TracedStep
+from autoshard.solver.runtime.garbage_collection import uncollected
 from autoshard.solver.searches.search_run import Search
 from autoshard.stage_planning.cut_step import CutStep, KnownStages
 from autoshard.stage_planning.exact_stages import ExactPipeline, exact_pipeline
@@ -163,6 +164,7 @@ class CuttableSteps:
         return UnitCut.of(self.units_of(count), cut_at)
 
 
+@uncollected()
 def choose_pipeline(
     steps: CuttableSteps,
     machine: PlanningTarget,

@@ -163,7 +163,7 @@ def stage_cost(
         try:
             solution = _solved(joint.problem, effort)
         except InfeasibleError as error:
-            if or_leanest and least is None:
+            if or_leanest and least is None and math.isfinite(error.needed):
                 least = _leanest(stage, joint, error.needed, effort)
             break
         except SolverError:

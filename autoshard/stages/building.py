@@ -188,10 +188,10 @@ class Builder:
     def before_program(self, stage: int, programs: Sequence[StageProgram]) -> StageProgram | None:
         """What a stage computes before its first microbatch; None if that is nothing."""
         step, names = self.step, self.names
-        by_number = {number: var for var, number in names.numbers.items()}
         wanted = dict.fromkeys(key for program in programs for key in program.inputs if key.kind in ("early", "sum"))
         if not wanted:
             return None
+        by_number = {number: var for var, number in names.numbers.items()}
         early = [by_number[key.number] for key in wanted if key.kind == "early"]
         sums = [by_number[key.number] for key in wanted if key.kind == "sum"]
         # Sums over the batch that microbatches need are made of all of its rows, by equations of the loop, too.

@@ -13,7 +13,7 @@ import autoshard
 from autoshard import ArgumentError
 from autoshard.options import options_of
 from autoshard.report.memory_error import memory_error
-from autoshard.solver.problem import InfeasibleError
+from autoshard.solver.problem import InfeasibleError, LeastNeed
 
 WIDTH, ROWS = 16, 64
 
@@ -135,9 +135,9 @@ def test_what_fits_in_no_way_is_told_what_was_not_tried(options, step, named):
     mesh = mesh_of({"data": 8})
     program = autoshard.autoshard(step, mesh=mesh, **options).trace(WEIGHTS, numbers(3, ROWS, WIDTH))
     untried = options_of(mesh, **options).untried
-    advice = str(
-        memory_error(program, InfeasibleError("", limit=1024, needed=2048), 0.85, False, untried)
-    ).splitlines()[-1]
+    advice = str(memory_error(program, InfeasibleError(1024, LeastNeed("", 2048)), 0.85, False, untried)).splitlines()[
+        -1
+    ]
     assert [way for way in ("remat='auto'", "microbatches='auto'") if way in advice] == named
 
 

@@ -22,7 +22,7 @@ from autoshard.errors import SolverError
 from autoshard.solver import Problem, Progress, Solution, solve
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.presolve.simplify import Simplification, simplify
-from autoshard.solver.problem import InfeasibleError
+from autoshard.solver.problem import InfeasibleError, LeastNeed
 from autoshard.solver.verify import fits, verify
 
 SEEDS = range(400)
@@ -83,14 +83,14 @@ def by_parts(problem: Problem, simplifier: Callable[[Problem], Simplification]) 
     """The best choice of each part, led back, and what they cost by the parts' own account."""
     small = simplifier(problem)
     if not fits(small.rest, problem.limit):
-        raise InfeasibleError("", limit=problem.limit, needed=np.nan)
+        raise InfeasibleError(problem.limit, LeastNeed("", np.nan))
     choices, total = [], small.constant
     for part in small.parts:
         cost, peak = every_choice(part)
         if part.limit is not None:
             cost = np.where(peak <= part.limit * (1 + 1e-12), cost, np.inf)
         if not np.isfinite(cost).any():
-            raise InfeasibleError("", limit=part.limit, needed=np.nan)
+            raise InfeasibleError(part.limit, LeastNeed("", np.nan))
         total += cost.min()
         choices.append(np.unravel_index(cost.argmin(), [len(costs) for costs in part.costs]))
     return Solution(small.invert(choices), float(total), float(total), "optimal")

@@ -11,7 +11,7 @@ from autoshard.errors import SolverError
 from autoshard.solver import Problem
 from autoshard.solver.exact.exhaustive import exhaustive
 from autoshard.solver.presolve.simplify import _Graph, simplify
-from autoshard.solver.problem import Edge, InfeasibleError, Live, Solution
+from autoshard.solver.problem import Edge, InfeasibleError, LeastNeed, Live, Solution
 from autoshard.solver.verify import fits, verify
 
 
@@ -19,7 +19,7 @@ def by_parts(problem: Problem) -> Solution:
     """The optimum of the simplified problem, led back; what the parts cost must be what the whole costs."""
     small = simplify(problem)
     if not fits(small.rest, problem.limit):
-        raise InfeasibleError("", limit=problem.limit, needed=np.nan)
+        raise InfeasibleError(problem.limit, LeastNeed("", np.nan))
     solutions = [exhaustive(part) for part in small.parts]
     choice = small.invert([solution.choice for solution in solutions])
     cost, _ = verify(problem, choice)

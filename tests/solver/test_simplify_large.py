@@ -14,7 +14,7 @@ from autoshard.solver.presolve import simplify_large as module
 from autoshard.solver.presolve.settings import PRESOLVE
 from autoshard.solver.presolve.simplify import simplify
 from autoshard.solver.presolve.simplify_large import reduce
-from autoshard.solver.problem import Edge, InfeasibleError, Live, Solution
+from autoshard.solver.problem import Edge, InfeasibleError, LeastNeed, Live, Solution
 from autoshard.solver.verify import fits, verify
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -24,7 +24,7 @@ def by_parts(problem: Problem) -> Solution:
     """The optimum of what is left, led back."""
     small = simplify(problem, reduce=reduce)
     if not fits(small.rest, problem.limit):
-        raise InfeasibleError("", limit=problem.limit, needed=np.nan)
+        raise InfeasibleError(problem.limit, LeastNeed("", np.nan))
     solutions = [exhaustive(part) for part in small.parts]
     choice = small.invert([solution.choice for solution in solutions])
     cost, _ = verify(problem, choice)

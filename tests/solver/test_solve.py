@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import pytest
 from problems import answer, assert_same, binding_problem, hard_problem, random_problem, some_of
 
 from autoshard.errors import SolverError
-from autoshard.solver import Problem, least_memory, progress, run, solve
+from autoshard.solver import Problem, infeasibility, least_memory, progress, run, solve
 from autoshard.solver.bounds.forbid_options import OptionBounds
 from autoshard.solver.bounds.message_passing import Relaxation
 from autoshard.solver.bounds.settings import RELAXATION
@@ -180,6 +181,26 @@ def test_memory_error_of_a_large_problem_says_what_it_needs_at_least(monkeypatch
         solve(problem, method=COMPILED)
     assert error.value.needed == 14
     assert solve(replace(problem, limit=14), method=COMPILED).status == "optimal"
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_what_would_do_is_sought_once_it_is_asked_for(monkeypatch, is_allowed):
+    """Unless nobody knows a choice that is allowed: all may be forbidden, which is another error."""
+    sought, leanest = [], infeasibility.leanest
+    monkeypatch.setattr(infeasibility, "leanest", lambda *args: sought.append(args) or leanest(*args))
+    problem = replace(hard_problem(nodes=12, options=4), limit=1)
+    first, *rest = problem.costs
+    problem = replace(problem, costs=(np.append(0.0 if is_allowed else np.inf, first[1:]), *rest))
+    with pytest.raises(InfeasibleError) as error:
+        solve(problem, time_limit=2)
+    assert len(sought) == (not is_allowed)
+    monkeypatch.setattr(
+        time, "monotonic", lambda real=time.monotonic: real() + 10
+    )  # its time is not that of the search
+    assert verify(problem, error.value.choice)[1] == error.value.needed == error.value.least > 1
+    assert len(sought) == 1
+    same = pickle.loads(pickle.dumps(error.value))
+    assert (str(same), same.needed, same.least) == (str(error.value), error.value.needed, error.value.least)
 
 
 def test_forbidden_is_not_called_memory():

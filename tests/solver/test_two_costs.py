@@ -14,7 +14,7 @@ from autoshard.plans.limited_overlap import best_mixture
 from autoshard.solver import Problem
 from autoshard.solver.exact import two_costs
 from autoshard.solver.exact.two_costs import TwoCosts
-from autoshard.solver.problem import Edge, InfeasibleError, Live, Solution
+from autoshard.solver.problem import Edge, InfeasibleError, LeastNeed, Live, Solution
 from autoshard.solver.runtime.budget import Budget
 
 
@@ -131,7 +131,7 @@ def test_best_mixture():
 
 
 @pytest.mark.parametrize(
-    "failure", [InfeasibleError("too lean", limit=1, needed=2), SolverError("too late"), KeyboardInterrupt()]
+    "failure", [InfeasibleError(1, LeastNeed("too lean", 2)), SolverError("too late"), KeyboardInterrupt()]
 )
 def test_a_mixture_that_cannot_be_solved_costs_no_plan(failure, monkeypatch):
     """The choice that is known fits, whatever a search in a mixture does not find."""

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from autoshard.errors import SolverError
-from autoshard.solver.problem import InfeasibleError, Problem, Solution
+from autoshard.solver.problem import InfeasibleError, LeastNeed, Problem, Solution
 from autoshard.solver.verify import fits, verify
 
 MOST_CHOICES = 1_000_000  # choices; beyond it nobody waits for the answer
@@ -66,5 +66,5 @@ def exhaustive(problem: Problem) -> Solution:
         return Solution(best, least, bound=least, status="optimal")
     if needed < math.inf:
         assert problem.limit is not None, "without one every choice fits"
-        raise InfeasibleError(f"no choice fits in {problem.limit} bytes", limit=problem.limit, needed=needed)
+        raise InfeasibleError(problem.limit, LeastNeed(f"no choice fits in {problem.limit} bytes", needed))
     raise SolverError("every choice is forbidden")

@@ -79,6 +79,13 @@ class Clock:
             self.deadline = max(self.deadline, self.now() + 1)
             self.latest = max(self.latest, time.monotonic() + 1)
 
+    def resume(self, since: float) -> None:
+        """Goes on as if no time had passed since then, as `time.monotonic` has it."""
+        waited = time.monotonic() - since
+        self.latest += waited
+        if self.is_timed:
+            self.deadline += waited
+
     def now(self) -> float:
         """Iterations that are done, or work, or seconds."""
         if self.iterations is not None:

@@ -7,6 +7,7 @@ batch keeps and what a microbatch keeps is the same, equation by equation, which
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -228,8 +229,12 @@ class ApartStep:
         known = [origins[var] for var in eqn.outvars if var in origins]
         if not known:
             return None
-        first = min(map(_place, known))
-        return sum(_place(boundary) <= first for boundary in self.boundaries)
+        return bisect.bisect_right(self._starts, min(map(_place, known)))
+
+    @cached_property
+    def _starts(self) -> list[tuple[int, int]]:
+        """Where stages begin in the line of the forward pass, but for the first."""
+        return sorted(map(_place, self.boundaries))
 
     def blocks(self, scope: Scope, origins: Mapping[Var, EquationOrigin]) -> list[StageBlock]:
         """All blocks, with their stages."""
