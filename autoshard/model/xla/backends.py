@@ -234,6 +234,7 @@ V5P = replace(
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
+    overlap=Overlap(in_loops={"host": 0.9}),
     recopies=replace(V5E.recopies, keeps_columns=True),
     # 16,384 registers of one and two arrays, fused and not
     streams=replace(
