@@ -24,7 +24,8 @@ def seconds_again(eqn: JaxprEqn, topology: Topology) -> float:
     """Of running an equation once more on one device that has all of its operands; infinite if it must not run again.
 
     The roofline of its FLOPs and of the bytes of its results: what it reads is there for the backward pass, too.
-    Views take no time. Loops are taken at all of their turns, branches at the longest.
+    Views take no time. XLA fuses cheap elementwise work with its readers, so such results are never written.
+    Loops are taken at all of their turns, branches at the longest.
     """
     name = eqn.primitive.name
     if eqn.effects or name in _STATEFUL:
@@ -39,9 +40,10 @@ def seconds_again(eqn: JaxprEqn, topology: Topology) -> float:
     if inner is not None or name in REMAT:
         return math.inf if inner is None else _sum(inner.jaxpr, topology)
     facts = facts_of(name)
-    made = sum(array_bytes(var.aval) for var in eqn.outvars)
     if facts.is_view or facts.relabels:
         return 0.0
+    is_fused = facts.is_pointwise and not facts.is_expensive
+    made = 0 if is_fused else sum(array_bytes(var.aval) for var in eqn.outvars)
     equation = equation_of(eqn)
     dtype = max((value.dtype for value in equation.inputs), key=lambda one: getattr(one, "itemsize", 0), default=None)
     return compute_seconds(flops(equation), made, dtype, topology)

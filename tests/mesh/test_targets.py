@@ -666,6 +666,34 @@ def test_loops_of_tpu_programs():
     assert 0 < layer * 6 < short.compute_seconds < layer * 12
 
 
+@pytest.mark.parametrize("machine, ahead", [("v5e:2x2", False), ("v5e:2x2", True), ("v5p:2x2x1", False)])
+def test_turns_of_tpu_programs_wait_for_the_weights_that_they_begin_with(machine, ahead):
+    """Of two weights of a layer, one is gathered beside the other's product; of whole stacks nothing is hidden."""
+    needs(machine)
+    axes = {"x": 4}
+    mesh = target_mesh(machine, axes)
+    whole = NamedSharding(mesh.abstract_mesh, P())
+
+    def gathered(ws):
+        return [jax.lax.with_sharding_constraint(w, whole) for w in ws]
+
+    def step(x, *stacks):
+        def layer(x, ws):
+            up, down = ws if ahead else gathered(ws)
+            return jnp.tanh(x @ up) @ down, None
+
+        return jax.lax.scan(layer, x, gathered(stacks) if ahead else stacks)[0]
+
+    shapes = (16384, 1024), (2, 1024, 4096), (2, 4096, 1024)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    hlo = compiled_for(machine, axes, step, (P("x"), P(None, "x"), P(None, "x")), P("x"), *operands)
+    clock = CHIPS[parse_machine(machine).chip].clock
+    schedule = schedule_of(hlo, axes, autoshard.topology(machine, axes), clock)
+    hidden = 1 - schedule.exposed["all_gather"] / schedule.communication["all_gather"]
+    share = 0.0 if ahead else backend_of(mesh).overlap.of("all_gather", in_loop=True) / 2
+    assert hidden == pytest.approx(share, abs=0.1)
+
+
 TOKENS, MODEL, HIDDEN = 65536, 4096, 16384
 FOUR, SIXTEEN = {"x": 4, "y": 4}, {"x": 1, "y": 16}
 GATHERS = (P("x", "y"), P(None, "y")), ((TOKENS, MODEL), (MODEL, HIDDEN)), "all_gather"

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ from jax.extend import core
 from sweeps import some
 
 from autoshard.mesh.presets import topology
-from autoshard.remat import loops
+from autoshard.primitives import PRIMITIVES
+from autoshard.remat import costs, loops
 from autoshard.remat.cuts import cuts
 from autoshard.remat.recomputation import EXPOSED_TRANSFER_SHARES, Recomputation
 
@@ -300,6 +302,33 @@ def test_marks_are_undone():
         return [(cut.bytes, cut.seconds) for cut in cuts(pair.forward_pass)]
 
     assert choices("remat") == choices("plain") and len(choices("plain")) > 1
+
+
+def attention(x, w):
+    """A head of few features, whose scores are masked, and a hidden layer of many."""
+    scores = jnp.where(jnp.tri(len(x)) > 0, (x[:, :64] @ x[:, :64].T - 1) * 0.1, -1e9)
+    return x + jnp.tanh(jax.nn.softmax(scores) @ x @ w["up"]) @ w["down"]
+
+
+def keeps_products_alone(found):
+    """Whether some level keeps of each turn the hidden layer, and no scores."""
+    for level in found.levels_on_devices:
+        pairs = ((block, cut) for block, cut in found.cut_of(level).items() if isinstance(block, loops.LoopPair))
+        kept = {var.aval.shape for block, cut in pairs for var in block.kept(cut)}
+        if (4096, 8192) in kept and (4096, 4096) not in kept:
+            return True
+    return False
+
+
+def test_scores_are_computed_again_and_products_kept(monkeypatch):
+    """XLA fuses most elementwise work on scores, so that not every operation is a pass over memory."""
+    shapes = {"up": (LAYERS, 2048, 8192), "down": (LAYERS, 8192, 2048)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    closed = jax.make_jaxpr(jax.grad(scanned(attention)))(w, jax.ShapeDtypeStruct((4096, 2048), jnp.float32))
+    assert keeps_products_alone(Recomputation.of(closed, MACHINE))
+    unfused = {name: replace(facts, is_expensive=True) for name, facts in PRIMITIVES.items()}
+    monkeypatch.setattr(costs, "facts_of", unfused.__getitem__)
+    assert not keeps_products_alone(Recomputation.of(closed, MACHINE))
 
 
 def test_a_step_without_a_backward_pass_has_no_levels():

@@ -15,7 +15,7 @@ from autoshard.model.groups import Group
 from autoshard.model.pricing.prices import PriceList
 from autoshard.model.pricing.resharding_steps import ReshardingSteps
 from autoshard.model.regions.pricing import RegionPrices
-from autoshard.model.weights import entering_loops, made_of_state
+from autoshard.model.weights import made_of_state, waited_for
 from autoshard.model.xla.backends import Backend
 from autoshard.model.xla.convolutions import image_dims
 from autoshard.model.xla.fusion import read_through
@@ -79,7 +79,7 @@ class PriceLists:
             itemsizes,
             backend,
             weights=weights,
-            entering=entering_loops(groups, weights),
+            waited_for=waited_for(groups, weights),
             stacked=bytes_stacked_by_loop(program),
             kept=_kept(program, groups, itemsizes, backend, math.prod(mesh.values())),
             products=made_with_products(groups) if backend.streams.bandwidth_share else None,

@@ -45,9 +45,7 @@ LAUNCH_SECONDS = 1e-6
 # One all_reduce is faster than its halves, a reduce_scatter and an all_gather: on 8 CPU devices these took 1.2 (16 KiB)
 # to 3.7 times (16 MiB) as long (`python benchmarks/collectives.py`). The least is taken: halves only where they save.
 HALVES_FACTOR = 1.2
-_Moved = tuple[
-    tuple[ReshardingStep, ...], float, float
-]  # what a resharding takes: steps, seconds, those behind compute
+_Moved = tuple[tuple[ReshardingStep, ...], float, float]  # a resharding's steps, its seconds, those behind compute
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class PriceList:
         itemsizes: Itemsizes | None = None,
         backend: Backend = CPU,
         weights: Collection[int] = (),
-        entering: Collection[int] = (),
+        waited_for: Collection[int] = (),
         stacked: Mapping[int, int] | None = None,
         kept: Mapping[int, int] | None = None,
         products: Mapping[int, Group] | None = None,
@@ -116,7 +114,7 @@ class PriceList:
         self.mesh, self.topology, self.itemsizes = dict(mesh), topology, itemsizes or Itemsizes()
         self.backend, self.offered = backend, offered
         self.weights = frozenset(weights)  # values made of the state alone, which can be gathered ahead of their use
-        self.ahead = self.weights.difference(entering)  # those that can be behind compute: no loop waits for them
+        self.ahead = self.weights.difference(waited_for)  # those that can be behind compute: no loop waits for them
         self.between = axes_between_slices(self.mesh, backend.slices)
         self.stacked = stacked if stacked and self.between else {}  # values made in loops -> bytes that these stack
         self.turns = turns or {}  # what loops read in every turn -> how many these are
@@ -130,9 +128,9 @@ class PriceList:
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {}, products or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
-        # bytes of an array, and whether nothing waits for it -> of each step, as `resharding_steps` numbers them: its
-        # seconds, the share of these behind compute, those to put pieces in order, and whether that is of several dims
-        self._of_step: dict[tuple[float, bool], list[tuple[float, float, float, bool]]] = {}
+        # bytes, whether nothing waits, whether in a loop -> of each step, as `resharding_steps` has it: its seconds,
+        # the share of these behind compute, those to put pieces in order, and whether that is of several dims
+        self._of_step: dict[tuple[float, bool, bool], list[tuple[float, float, float, bool]]] = {}
         self.resharding_steps = ReshardingSteps(self.mesh, backend.gathers) if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
@@ -176,7 +174,7 @@ class PriceList:
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            seconds, behind = self._moved(value.shape, size, rows, columns, late, image_dims)
+            seconds, behind = self._moved(value.shape, size, rows, columns, late, value.trips > 1, image_dims)
             table = seconds - behind if ahead else seconds
             moves = differ(rows, columns)
             if value.on_host:
@@ -295,13 +293,13 @@ class PriceList:
         for one in region.collectives:
             cost = self._collective(one.kind, one.axes, one.bytes, one.devices) * one.runs
             communication += cost
-            ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather")
+            ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather", group.trips > 1)
         compute = 0.0 if self.waits_only else region.compute
         return GroupSeconds(compute * group.trips, communication * group.trips, min(ahead, compute) * group.trips)
 
     def _of(self, value: Value, source: Layout, target: Layout, readers: Readers) -> _Moved:
         itemsize, late = self.itemsizes.moving(value, readers), value.id in self.weights
-        pair = value.shape, itemsize, source, target, late, self.images.get(value.id)
+        pair = value.shape, itemsize, source, target, late, value.trips > 1, self.images.get(value.id)
         return self.memo.once(lambda: self._pair(*pair), of=pair)
 
     def _pair(
@@ -311,6 +309,7 @@ class PriceList:
         source: Layout,
         target: Layout,
         late: bool,
+        in_loop: bool,
         image_dims: ImageDims | None,
     ) -> _Moved:
         """The steps of a resharding, their seconds, and how many of these can run behind compute.
@@ -322,7 +321,7 @@ class PriceList:
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, itemsize, source, target, self.mesh)]
         steps, total, behind = [], 0.0 if found else self.backend.operations.least_seconds, 0.0
         for kind, axes, size, several in combined(found, self.mesh, self.backend.gathers):
-            sent, seconds, share = self._sent(kind, axes, size, late)
+            sent, seconds, share = self._sent(kind, axes, size, late, in_loop)
             if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
                 seconds += self._recopied(size)
             if image_dims is not None and kind == "all_to_all":
@@ -340,21 +339,22 @@ class PriceList:
         sources: list[Layout],
         targets: list[Layout],
         late: bool,
+        in_loop: bool,
         image_dims: ImageDims | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
-            every = ((a, b) for a in sources for b in targets)
-            pairs = self.memo.in_time(self._pair(shape, itemsize, a, b, late, image_dims)[1:] for a, b in every)
+            every = ((shape, itemsize, a, b, late, in_loop, image_dims) for a in sources for b in targets)
+            pairs = self.memo.in_time(self._pair(*one)[1:] for one in every)
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self.resharding_steps
         steps = moves.steps(sources, targets, self.memo.tick)
         total = math.prod(shape) * itemsize
-        of_step = self._of_step.setdefault((total, late), [(0.0, 0.0, 0.0, False)])
+        of_step = self._of_step.setdefault((total, late, in_loop), [(0.0, 0.0, 0.0, False)])
         for kind, axes, tiles, several in itertools.islice(moves.known, len(of_step) - 1, None):
             size = math.ceil(total / tiles)
-            _, takes, share = self._sent(kind, axes, size, late)
+            _, takes, share = self._sent(kind, axes, size, late, in_loop)
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
         seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
         if self.backend.operations.least_seconds:
@@ -385,24 +385,24 @@ class PriceList:
         return recopies.extra_of_images(shape, itemsize, image_dims, sources, targets, self.mesh, self.backend.tile)
 
     def _seconds(self, group: Group, strategies: tuple[Strategy, ...], wants, makes) -> tuple[GroupSeconds, ...]:
-        found = []
         if self.region(group, strategies[0]) is not None:
             regions = self.memo.in_time(self.region(group, strategy) for strategy in strategies)
             return tuple(self._region_seconds(group, region) for region in regions if region is not None)
+        found = []
         for strategy, compute in zip(strategies, self.work.seconds(group, strategies, wants, makes), strict=True):
             self.memo.tick()
             communication = hidden = 0.0
             for finish, size in zip(strategy.finishes, self.finish_bytes(group, strategy), strict=True):
                 cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
                 communication += cost
-                hidden += cost * self.backend.overlap.of(finish.kind) * (group.handed_on_at is not None)
+                if group.handed_on_at is not None:
+                    hidden += cost * self.backend.overlap.of(finish.kind, group.trips > 1)
             for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
-                cost = self._collective("collective_permute", halo.axes, size) * group.trips
-                communication += cost / halo.readers
+                communication += self._collective("collective_permute", halo.axes, size) * group.trips / halo.readers
             if size := moved_bytes(group, strategy, self.arrays):
                 cost = host_seconds(size, self.topology) * group.trips
                 communication += cost
-                hidden += cost * self.backend.overlap.of("host") * (group.trips > 1)
+                hidden += cost * self.backend.overlap.of("host", group.trips > 1)
             found.append(GroupSeconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
@@ -412,7 +412,7 @@ class PriceList:
             return 0.0
         return self._collective("all_reduce", tuple(self.mesh), value.bytes) * (group.trips - group.hoisted_all_reduces)
 
-    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
+    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool, in_loop: bool) -> tuple[str, float, float]:
         """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
 
         For an all_reduce instead of a gather it makes an array of zeros.
@@ -421,7 +421,7 @@ class PriceList:
         sent = self.backend.gathers.sent_as(kind, shards(axes, self.mesh), everywhere, size)
         zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
         seconds = self._collective(sent, axes, size, late=late) + zeros
-        return sent, seconds, self.backend.overlap.of(sent)
+        return sent, seconds, self.backend.overlap.of(sent, in_loop)
 
     def _recopied(self, size: int) -> float:
         """Seconds to bring the pieces of so many bytes into another order."""
