@@ -8,7 +8,7 @@ each dim of an array.
 
 Elementwise work and reductions that go over the same array, and do not wait for each other, are one operation with
 several results. So is a loop that stores an array, with the sums of that array, and on TPU with what a turn stacks of
-the same arrays. What a larger loop repeats along a dim is computed ahead of it, by an operation of its own.
+the arrays that it makes. What a larger loop repeats along a dim is computed ahead of it, by an operation of its own.
 
 What works on numbers alone runs beside the rest. A device that cuts its part out of what it has whole runs an operation
 of its own for that. What something is inserted into is copied or filled before, if it cannot be written over; the
@@ -340,7 +340,8 @@ def joined_operands(
             )
             operation, made = next(storing, (None, made))
         if operation is None:
-            others = (operations[over, array] for array in read)
+            of_turn = (array for array in read if array in makers and not groups[makers[array]].is_boundary)
+            others = (operations[over, array] for array in (of_turn if group.is_stack else read))
             starts = ((bisect.bisect_left(some, least, key=operator.itemgetter(0)), some) for some in others)
             near = (one for start, some in starts for one in some[start:])
             operation = next((one for one in near if waits_for.isdisjoint(one)), None)
