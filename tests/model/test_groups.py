@@ -16,7 +16,7 @@ from sweeps import some
 from autoshard.model import grouping as module
 from autoshard.model.grouping import groups_of
 from autoshard.model.groups import Group
-from autoshard.model.weights import begin_turns, made_of_state, waited_for
+from autoshard.model.weights import made_of_state, waited_for
 from autoshard.model.xla.backends import CPU, H100, V5E
 from autoshard.model.xla.loop_memory import LoopMemory, kept_on_chip_in_loops, rounded_for_loops, turns_that_read
 from autoshard.model.xla.operations import bytes_stacked_by_loop
@@ -677,37 +677,6 @@ def test_loops_wait_for_what_weights_are_made_of_that_they_read():
     found = waited_for(groups, made_of_state(program, groups))
     assert {value.name for value in program.arguments if value.id in found} == {"ws", "w"}
     assert waited_for(groups, frozenset()).isdisjoint(value.id for value in program.arguments)
-
-
-MLP_STACKS = (f32(3, 4, 8), f32(3, 8, 4))
-
-
-def mlp(x, ws):
-    return jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]), None
-
-
-def through(layer):
-    return lambda ws, x: jax.lax.scan(layer, x, ws)[0].sum()
-
-
-@pytest.mark.parametrize(
-    "step, waited",
-    [
-        (lambda ws, x: (through(mlp)(ws, x), ws), [(4, 8)]),
-        (jax.grad(through(mlp)), [(4, 8)]),  # backward, gradients of weights are products that wait for none
-        (jax.grad(through(jax.checkpoint(mlp))), [(4, 8), (4, 8)]),
-    ],
-    ids=["forward", "backward", "again"],
-)
-def test_turns_wait_for_what_they_begin_with(step, waited):
-    program = traced(step, MLP_STACKS, X, donate=(0,))
-    groups = groups_of(program, rules_for(program), V5E)
-    weights = made_of_state(program, groups)
-    first = [
-        use.value for i in sorted(begin_turns(groups, weights)) for use in groups[i].uses if use.value.id in weights
-    ]
-    assert [value.shape for value in first] == waited
-    assert waited_for(groups, weights).issuperset(value.id for value in first)
 
 
 def test_a_loop_waits_for_its_flag():

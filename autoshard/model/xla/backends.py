@@ -165,7 +165,7 @@ V5E = Backend(
     loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
         bytes=6 * 2**24, keeps_sums=True, rounding_share=0.36
     ),
-    overlap=Overlap({"all_gather": 0.5}, in_loops={"all_gather": 0.9, "host": 0.9}),
+    overlap=Overlap({"all_gather": 0.5}, in_loops={"host": 0.9}),
     # By libtpu's cycles 5 to 10 for images. XLA counts no copies where it chooses layouts itself: at more than 4
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),

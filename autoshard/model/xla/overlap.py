@@ -4,8 +4,8 @@ So does the share of transfers to the host's memory and back, as the kind "host"
 turn stacks there while the next one runs, and fetches a slice while the turn before runs: all but two transfers are
 hidden. Other compilers are held to wait.
 
-In loops XLA for TPU v5e gathers each weight beside the product before it, but for those of the first product of a turn,
-which waits (`model/weights.py`). For v5p it gathers all before it goes on.
+XLA for TPU v5e gathers a weight of a loop beside the product before it, if that takes long enough; what the first
+product of a turn reads, it waits for. For v5p it gathers all before it goes on.
 
 Source: the schedules of compiled programs, in the median; `docs/benchmarks/prediction.md` has the shares for TPU,
 `docs/benchmarks/plans.md` (Summary) those for GPU, which lie between what small and large models hide.
