@@ -77,7 +77,7 @@ def groups_of(
     makers = {made.value.id: group for group in groups for made in group.outputs}
     staying = _staying(program, needed_outside)
     once = read_once(program)
-    hoisted = hoisted_sums(program, once, home) if backend.sums.hoists else {}
+    hoisted = hoisted_sums(program, once, home, readers) if backend.sums.hoists else {}
     summed = added_sums(program, once, home) if backend.sums.adds_first else {}
     users = [[home[r.index] for made in group.outputs for r, _ in readers[made.value.id]] for group in groups]
     unneeded, late, multiplied = _leading_to_results(program, groups, users)

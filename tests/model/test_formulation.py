@@ -132,9 +132,7 @@ def test_arguments_alike_that_are_read_otherwise_cost_otherwise(first, second):
         np.testing.assert_allclose(made.problem.costs[index], [seconds for seconds, _ in priced])
         exposed, gathered = max(priced, key=lambda pair: pair[0])
         shares[value.name] = exposed / made.prices.resharding(value, gathered.home, gathered.copy)
-    assert shares == pytest.approx(
-        {f"state/{first}": 1.0, f"state/{second}": 1 - H100.overlap.of("all_gather", in_loop=False)}
-    )
+    assert shares == pytest.approx({f"state/{first}": 1.0, f"state/{second}": 1 - H100.overlap.of("all_gather")})
 
 
 def test_what_a_resharding_holds():

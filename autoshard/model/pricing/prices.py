@@ -128,9 +128,9 @@ class PriceList:
         self.work = GroupWork(self.arrays, self.device, self.instead, kept or {}, products or {})
         self._groups: dict[tuple, PricedStrategies] = {}
         self._collectives: dict[tuple, float] = {}
-        # bytes, whether nothing waits, whether in a loop -> of each step, as `resharding_steps` has it: its seconds,
-        # the share of these behind compute, those to put pieces in order, and whether that is of several dims
-        self._of_step: dict[tuple[float, bool, bool], list[tuple[float, float, float, bool]]] = {}
+        # bytes of an array, and whether nothing waits for it -> of each step, as `resharding_steps` numbers them: its
+        # seconds, the share of these behind compute, those to put pieces in order, and whether that is of several dims
+        self._of_step: dict[tuple[float, bool], list[tuple[float, float, float, bool]]] = {}
         self.resharding_steps = ReshardingSteps(self.mesh, backend.gathers) if steps is None else steps
 
     def group(self, group: Group) -> PricedStrategies:
@@ -174,7 +174,7 @@ class PriceList:
 
         def made(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
             rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            seconds, behind = self._moved(value.shape, size, rows, columns, late, value.trips > 1, image_dims)
+            seconds, behind = self._moved(value.shape, size, rows, columns, late, image_dims)
             table = seconds - behind if ahead else seconds
             moves = differ(rows, columns)
             if value.on_host:
@@ -293,13 +293,13 @@ class PriceList:
         for one in region.collectives:
             cost = self._collective(one.kind, one.axes, one.bytes, one.devices) * one.runs
             communication += cost
-            ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather", group.trips > 1)
+            ahead += cost * one.is_ahead * self.backend.overlap.of("all_gather")
         compute = 0.0 if self.waits_only else region.compute
         return GroupSeconds(compute * group.trips, communication * group.trips, min(ahead, compute) * group.trips)
 
     def _of(self, value: Value, source: Layout, target: Layout, readers: Readers) -> _Moved:
         itemsize, late = self.itemsizes.moving(value, readers), value.id in self.weights
-        pair = value.shape, itemsize, source, target, late, value.trips > 1, self.images.get(value.id)
+        pair = value.shape, itemsize, source, target, late, self.images.get(value.id)
         return self.memo.once(lambda: self._pair(*pair), of=pair)
 
     def _pair(
@@ -309,7 +309,6 @@ class PriceList:
         source: Layout,
         target: Layout,
         late: bool,
-        in_loop: bool,
         image_dims: ImageDims | None,
     ) -> _Moved:
         """The steps of a resharding, their seconds, and how many of these can run behind compute.
@@ -321,7 +320,7 @@ class PriceList:
         found = [(step.kind, step.axes, step.bytes) for step in reshard(shape, itemsize, source, target, self.mesh)]
         steps, total, behind = [], 0.0 if found else self.backend.operations.least_seconds, 0.0
         for kind, axes, size, several in combined(found, self.mesh, self.backend.gathers):
-            sent, seconds, share = self._sent(kind, axes, size, late, in_loop)
+            sent, seconds, share = self._sent(kind, axes, size, late)
             if kind == "all_gather" and self._out_of_order(shape, [source], [target])[int(several)].item():
                 seconds += self._recopied(size)
             if image_dims is not None and kind == "all_to_all":
@@ -339,22 +338,21 @@ class PriceList:
         sources: list[Layout],
         targets: list[Layout],
         late: bool,
-        in_loop: bool,
         image_dims: ImageDims | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of resharding from each of `sources` to each of `targets`, and how many can run behind compute."""
         if not all(divides(shape, layout, self.mesh) for layout in {*sources, *targets}):
-            every = ((shape, itemsize, a, b, late, in_loop, image_dims) for a in sources for b in targets)
+            every = ((shape, itemsize, a, b, late, image_dims) for a in sources for b in targets)
             pairs = self.memo.in_time(self._pair(*one)[1:] for one in every)
             seconds, behind = np.moveaxis(np.array(pairs).reshape(len(sources), len(targets), 2), -1, 0)
             return seconds, behind
         moves = self.resharding_steps
         steps = moves.steps(sources, targets, self.memo.tick)
         total = math.prod(shape) * itemsize
-        of_step = self._of_step.setdefault((total, late, in_loop), [(0.0, 0.0, 0.0, False)])
+        of_step = self._of_step.setdefault((total, late), [(0.0, 0.0, 0.0, False)])
         for kind, axes, tiles, several in itertools.islice(moves.known, len(of_step) - 1, None):
             size = math.ceil(total / tiles)
-            _, takes, share = self._sent(kind, axes, size, late, in_loop)
+            _, takes, share = self._sent(kind, axes, size, late)
             of_step.append((takes, share, self._recopied(size) * (kind == "all_gather"), several))
         seconds, shares, ordering, several = (column[steps] for column in np.array(of_step).T)
         if self.backend.operations.least_seconds:
@@ -396,13 +394,13 @@ class PriceList:
                 cost = self._finish_seconds(finish, size, group) * group.finish_trips(finish.kind)
                 communication += cost
                 if group.handed_on_at is not None:
-                    hidden += cost * self.backend.overlap.of(finish.kind, group.trips > 1)
+                    hidden += cost * self.backend.overlap.of(finish.kind)
             for halo, size in zip(strategy.halos, self.halo_bytes(group, strategy), strict=True):
                 communication += self._collective("collective_permute", halo.axes, size) * group.trips / halo.readers
             if size := moved_bytes(group, strategy, self.arrays):
                 cost = host_seconds(size, self.topology) * group.trips
                 communication += cost
-                hidden += cost * self.backend.overlap.of("host", group.trips > 1)
+                hidden += cost * self.backend.overlap.of("host") * (group.trips > 1)
             found.append(GroupSeconds(compute * group.trips, communication, hidden))
         return tuple(found)
 
@@ -412,7 +410,7 @@ class PriceList:
             return 0.0
         return self._collective("all_reduce", tuple(self.mesh), value.bytes) * (group.trips - group.hoisted_all_reduces)
 
-    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool, in_loop: bool) -> tuple[str, float, float]:
+    def _sent(self, kind: str, axes: tuple[str, ...], size: int, late: bool) -> tuple[str, float, float]:
         """What XLA sends for a collective, its seconds, and the share of these that can run behind compute.
 
         For an all_reduce instead of a gather it makes an array of zeros.
@@ -421,7 +419,7 @@ class PriceList:
         sent = self.backend.gathers.sent_as(kind, shards(axes, self.mesh), everywhere, size)
         zeros = LAUNCH_SECONDS + size / self.topology.memory_bandwidth if sent != kind else 0.0
         seconds = self._collective(sent, axes, size, late=late) + zeros
-        return sent, seconds, self.backend.overlap.of(sent, in_loop)
+        return sent, seconds, self.backend.overlap.of(sent)
 
     def _recopied(self, size: int) -> float:
         """Seconds to bring the pieces of so many bytes into another order."""

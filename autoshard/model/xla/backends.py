@@ -165,7 +165,7 @@ V5E = Backend(
     loop_memory=LoopMemory(  # six products of 16 MiB, and not eight
         bytes=6 * 2**24, keeps_sums=True, rounding_share=0.36
     ),
-    overlap=Overlap({"all_gather": 0.5}, in_loops={"host": 0.9}),
+    overlap=Overlap({"all_gather": 0.5, "host": 0.9}),
     # By libtpu's cycles 5 to 10 for images. XLA counts no copies where it chooses layouts itself: at more than 4
     # `evaluate` has a U-Net gather where XLA for TPU has all_to_alls.
     recopies=Recopies(pieces=2, image_pieces=4),
@@ -234,7 +234,7 @@ V5P = replace(
     gathers=replace(V5E.gathers, summed_up_to_bytes=math.inf),
     # Four weights of 8 MiB, and not six; every other one of these weights is fetched, if they are gathered.
     loop_memory=LoopMemory(bytes=2.0**25, fetched_share=0.5, rounding_share=0.24),
-    overlap=Overlap(in_loops={"host": 0.9}),
+    overlap=Overlap({"host": 0.9}),
     recopies=replace(V5E.recopies, keeps_columns=True),
     # 16,384 registers of one and two arrays, fused and not
     streams=replace(

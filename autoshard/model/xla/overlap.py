@@ -23,14 +23,11 @@ class Overlap:
     """How much of each kind of collective is hidden."""
 
     hidden_share: Mapping[str, float] = field(default_factory=dict)  # kind -> share of its seconds; 0 for other kinds
-    in_loops: Mapping[str, float] = field(default_factory=dict)  # the same for turns of loops, where it is another
 
-    def of(self, kind: str, in_loop: bool) -> float:
+    def of(self, kind: str) -> float:
         """The hidden share of one kind.
 
-        >>> tpu = Overlap({"all_gather": 0.2}, in_loops={"all_gather": 0.8})
-        >>> tpu.of("all_gather", in_loop=False), tpu.of("all_gather", in_loop=True), tpu.of("all_reduce", in_loop=True)
-        (0.2, 0.8, 0.0)
+        >>> Overlap({"all_gather": 0.5}).of("all_gather"), Overlap({"all_gather": 0.5}).of("all_reduce")
+        (0.5, 0.0)
         """
-        outside = self.hidden_share.get(kind, 0.0)
-        return self.in_loops.get(kind, outside) if in_loop else outside
+        return self.hidden_share.get(kind, 0.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -72,19 +72,20 @@ def sums_in_loops(
             yield carry, total, chain
 
 
-def hoisted_sums(program: Program, once: Set[int], home: Mapping[int, Group]) -> dict[int, Value]:
+def hoisted_sums(
+    program: Program,
+    once: Set[int],
+    home: Mapping[int, Group],
+    readers: Mapping[int, Sequence[tuple[Equation, int]]],
+) -> dict[int, Value]:
     """Groups that make what a loop only adds up, or pass it on -> `Group.loop_total`.
 
     Args:
         once: the values that are read once.
         home: equation index -> its group.
+        readers: value -> the equations that read it, as which operand.
     """
-    readers: dict[int, list[Equation]] = defaultdict(list)
-    for equation in program.equations:
-        for value in equation.inputs:
-            if isinstance(value, Value):
-                readers[value.id].append(equation)
-    sliced = {id for id, read_by in readers.items() if all(reader.primitive == "slice" for reader in read_by)}
+    sliced = {id for id, read_by in readers.items() if all(reader.primitive == "slice" for reader, _ in read_by)}
     chains = [(carry, makers) for carry, _, makers in sums_in_loops(program, once, sliced)]
     added = Counter(maker.index for _, makers in chains for maker in makers)
     found = {}
